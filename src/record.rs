@@ -1,0 +1,217 @@
+//! What a store holds for one scope and key.
+
+use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::StatusCode;
+use rand::Rng;
+
+use crate::{IdempotencyKey, Scope};
+
+/// The name of a record: scope and key, two separate byte strings.
+///
+/// They are compared one by one and never joined, so `("ab", "c")` and `("a", "bc")` are two
+/// records.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RecordId {
+    /// Whose key it is.
+    pub scope: Scope,
+    /// What the client sent.
+    pub key: IdempotencyKey,
+}
+
+impl RecordId {
+    /// Names the record of this scope and key.
+    pub fn new(scope: Scope, key: IdempotencyKey) -> Self {
+        Self { scope, key }
+    }
+}
+
+/// A point in time by the store's clock: microseconds since the Unix epoch.
+///
+/// Only the store's clock writes and judges these, so that a service instance whose clock is wrong
+/// neither steals a live claim nor keeps a dead one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Timestamp(i64);
+
+impl Timestamp {
+    /// From microseconds since the Unix epoch.
+    pub const fn from_micros(micros: i64) -> Self {
+        Self(micros)
+    }
+
+    /// Microseconds since the Unix epoch.
+    pub const fn as_micros(self) -> i64 {
+        self.0
+    }
+
+    /// This much later; stops at the end of time instead of overflowing.
+    #[must_use]
+    pub fn after(self, duration: Duration) -> Self {
+        let micros = i64::try_from(duration.as_micros()).unwrap_or(i64::MAX);
+        Self(self.0.saturating_add(micros))
+    }
+}
+
+macro_rules! random_id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name([u8; 16]);
+
+        impl $name {
+            /// A fresh one, from the thread's cryptographic generator.
+            pub fn random() -> Self {
+                let mut bytes = [0; 16];
+                rand::rng().fill_bytes(&mut bytes);
+                Self(bytes)
+            }
+
+            /// From its 16 bytes.
+            pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+                Self(bytes)
+            }
+
+            /// Its 16 bytes.
+            pub const fn as_bytes(&self) -> &[u8; 16] {
+                &self.0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:02x}{:02x}…)"), self.0[0], self.0[1])
+            }
+        }
+    };
+}
+
+random_id! {
+    /// A fencing token: the random value that proves a claim. Whoever takes a claim over writes a
+    /// token of its own, and from then on everything a late owner does changes nothing.
+    Token
+}
+
+random_id! {
+    /// A store instance, as the leases know it: one opened store in one process.
+    Owner
+}
+
+/// The digest of what a request asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    /// From its 32 bytes.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its 32 bytes.
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fingerprint({:02x}{:02x}…)", self.0[0], self.0[1])
+    }
+}
+
+/// The name of the rule that made a fingerprint; at most 64 bytes.
+pub type Scheme = Cow<'static, str>;
+
+/// How a claimed run keeps its effect and its record together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// The record is written after the effect; a crash in between leaves the outcome unknown.
+    Plain,
+    /// Effect and completed record commit in one transaction, so an abandoned run had no effect.
+    Transactional,
+}
+
+/// The state a record was written in. Whether a running record counts as abandoned also depends
+/// on its owner's lease and on its `run_until`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum State {
+    /// Claimed; its handler is believed to run.
+    Running,
+    /// Done. The response is kept, or was never kept (a tombstone).
+    Completed,
+    /// Given up by its owner without an outcome.
+    Abandoned,
+    /// Released with checkpoints: whoever asks for the same thing continues after them.
+    Released,
+}
+
+/// Everything a store holds for one scope and key, checkpoints aside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Record {
+    /// Its name.
+    pub id: RecordId,
+    /// The rule that made `fingerprint`.
+    pub scheme: Scheme,
+    /// The digest of what was asked for.
+    pub fingerprint: Fingerprint,
+    /// The token of the latest claim.
+    pub token: Token,
+    /// The store instance that made the latest claim.
+    pub owner: Owner,
+    /// Which run the latest claim is for; the first is 1.
+    pub attempt: u32,
+    /// How effect and record are kept together.
+    pub mode: Mode,
+    /// As last written.
+    pub state: State,
+    /// When the key was first claimed.
+    pub created: Timestamp,
+    /// When the latest run counts as abandoned at the latest.
+    pub run_until: Timestamp,
+    /// When it was completed.
+    pub completed: Option<Timestamp>,
+    /// When the whole record is over; never, when `None`.
+    pub expires: Option<Timestamp>,
+    /// When the response is over and the record becomes a tombstone.
+    pub response_expires: Option<Timestamp>,
+    /// The request id of the first request, when it had one.
+    pub request_id: Option<Arc<str>>,
+    /// The status of the answer, once completed.
+    pub status: Option<StatusCode>,
+    /// The retained response in its stored form (see [`RetainedResponse`](crate::RetainedResponse));
+    /// `None` is a tombstone once completed.
+    pub response: Option<Bytes>,
+}
+
+impl Record {
+    /// The record a won claim starts with: running, first attempt. For those who write a store.
+    pub fn claimed(request: &crate::store::ClaimRequest, owner: Owner, now: Timestamp) -> Self {
+        let run_until = now.after(request.max_run);
+        Self {
+            id: request.id.clone(),
+            scheme: request.scheme.clone(),
+            fingerprint: request.fingerprint,
+            token: request.token,
+            owner,
+            attempt: 1,
+            mode: request.mode,
+            state: State::Running,
+            created: now,
+            run_until,
+            completed: None,
+            expires: request.abandoned_ttl.map(|ttl| run_until.after(ttl)),
+            response_expires: None,
+            request_id: request.request_id.clone(),
+            status: None,
+            response: None,
+        }
+    }
+
+    /// Whether the whole record is over at `now`, and so as good as absent.
+    pub fn is_expired(&self, now: Timestamp) -> bool {
+        self.expires.is_some_and(|expires| expires <= now)
+    }
+}
