@@ -1,0 +1,132 @@
+//! What a request asks for, as a digest.
+
+use std::fmt;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, Uri, header, request::Parts};
+use sha2::{Digest, Sha256};
+
+use crate::record::{Fingerprint, Scheme};
+
+/// A rule that turns a request into a [`Fingerprint`].
+///
+/// Two requests with one key and equal fingerprints are attempts of one action; a different
+/// fingerprint is refused as a reused key. The scheme's name is stored beside the digest. Change
+/// the rule and you must change the name; keep the old rule registered with
+/// [`also_accept`](crate::IdempotencyLayer::also_accept) for as long as its records live, or the
+/// honest retries of a deploy are refused.
+pub trait FingerprintScheme: Send + Sync + 'static {
+    /// The name stored with each digest, with a version in it; at most 64 bytes.
+    fn name(&self) -> Scheme;
+
+    /// The digest of this request.
+    ///
+    /// # Errors
+    ///
+    /// [`UndecodableBody`] refuses the request with 400 `idempotency_body_invalid`.
+    fn fingerprint(&self, head: &Parts, body: &Bytes) -> Result<Fingerprint, UndecodableBody>;
+}
+
+/// The body is not what the scheme needs it to be. The reason is shown to the client, so it must
+/// not quote the body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UndecodableBody(pub &'static str);
+
+impl fmt::Display for UndecodableBody {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for UndecodableBody {}
+
+/// The default scheme: SHA-256 over method, path and query, Content-Type essence, Content-Encoding
+/// and the body's bytes, each preceded by its length so that no two requests run together.
+///
+/// The path is the one the client sent, also inside nested routers. The order of query parameters
+/// counts. No other header does: dates, trace ids and credentials change between attempts.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ExactRequest;
+
+impl FingerprintScheme for ExactRequest {
+    fn name(&self) -> Scheme {
+        Scheme::Borrowed("exact-v1")
+    }
+
+    fn fingerprint(&self, head: &Parts, body: &Bytes) -> Result<Fingerprint, UndecodableBody> {
+        let uri = original_uri(head);
+        let mut digest = Framed::new();
+        digest.part(head.method.as_str().as_bytes());
+        digest.part(uri.path().as_bytes());
+        match uri.query() {
+            Some(query) => digest.part(query.as_bytes()),
+            None => digest.absent(),
+        }
+        digest.field(&head.headers, &header::CONTENT_TYPE, essence);
+        digest.field(&head.headers, &header::CONTENT_ENCODING, <[u8]>::trim_ascii);
+        digest.part(body);
+        Ok(digest.finish())
+    }
+}
+
+/// The key alone names the action: whatever else the request says, it is the same one.
+///
+/// For senders that never reuse a key for something else, such as webhook deliveries. Anywhere
+/// else it hides the mistake of a key used twice.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct KeyOnly;
+
+impl FingerprintScheme for KeyOnly {
+    fn name(&self) -> Scheme {
+        Scheme::Borrowed("key-only-v1")
+    }
+
+    fn fingerprint(&self, _: &Parts, _: &Bytes) -> Result<Fingerprint, UndecodableBody> {
+        Ok(Fingerprint::from_bytes([0; 32]))
+    }
+}
+
+/// The URI as the client sent it: nested routers rewrite the request's own.
+pub(crate) fn original_uri(head: &Parts) -> &Uri {
+    match head.extensions.get::<axum::extract::OriginalUri>() {
+        Some(original) => &original.0,
+        None => &head.uri,
+    }
+}
+
+/// Media type without parameters (RFC 9110 §8.3.1).
+fn essence(value: &[u8]) -> &[u8] {
+    let end = value.iter().position(|byte| *byte == b';');
+    value[..end.unwrap_or(value.len())].trim_ascii()
+}
+
+/// SHA-256 over parts that each tell their length first.
+struct Framed(Sha256);
+
+impl Framed {
+    fn new() -> Self {
+        Self(Sha256::new())
+    }
+
+    fn part(&mut self, bytes: &[u8]) {
+        self.0.update((bytes.len() as u64).to_be_bytes());
+        self.0.update(bytes);
+    }
+
+    /// A length no part can have, so that absent and empty differ.
+    fn absent(&mut self) {
+        self.0.update(u64::MAX.to_be_bytes());
+    }
+
+    /// Every line of a field, in lower case, since media types and codings ignore case.
+    fn field(&mut self, headers: &HeaderMap, name: &HeaderName, cut: fn(&[u8]) -> &[u8]) {
+        for value in headers.get_all(name) {
+            self.part(&cut(value.as_bytes()).to_ascii_lowercase());
+        }
+        self.absent();
+    }
+
+    fn finish(self) -> Fingerprint {
+        Fingerprint::from_bytes(self.0.finalize().into())
+    }
+}

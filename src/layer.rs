@@ -1,0 +1,641 @@
+//! The layer and its options.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use http::{HeaderName, Method, StatusCode, Uri, request::Parts};
+use tower_layer::Layer;
+
+use crate::{
+    FingerprintScheme, InFlight, KeyFormat, Recovery, RenderRejection, Retention, Scope,
+    StoreFailure,
+    bounded::within,
+    engine::{Engine, Live},
+    options::Options,
+    service::IdempotencyService,
+    store::{Checkpoints, Store},
+};
+
+/// Wraps a service so that a keyed request runs once, however often it is sent.
+///
+/// Put it on routes with `Router::route_layer`; under `Router::layer` it covers unknown paths too,
+/// and a keyless POST to one gets 400 instead of 404. Authentication belongs outside of it.
+///
+/// Clones share one engine: places for runs, heartbeat, waiters, and [`drain`](Self::drain). A
+/// layer may be built outside of a runtime; its background work starts with the first keyed
+/// request, on the runtime that request came in on, and ends with the last handle.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use axum::{Router, http::Method, routing::post};
+/// use tower_idempotency::{IdempotencyLayer, MemoryStore, Scope};
+///
+/// #[derive(Clone)]
+/// struct Merchant {
+///     id: String,
+/// }
+///
+/// let app: Router = Router::new()
+///     .route("/payments", post(|| async { "paid" }))
+///     .route_layer(
+///         IdempotencyLayer::new(MemoryStore::new())
+///             .ttl(Duration::from_secs(7 * 24 * 3600))
+///             .required_methods([Method::POST])
+///             .scope(|head| head.extensions.get::<Merchant>().map(|m| Scope::new(&m.id))),
+///     );
+/// ```
+#[derive(Clone)]
+#[must_use = "a layer does nothing until it wraps a service"]
+pub struct IdempotencyLayer<S> {
+    store: S,
+    options: Options,
+    live: Arc<Live>,
+}
+
+/// How a [`drain`](IdempotencyLayer::drain) ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Drained {
+    /// Runs that were told to stop because the time was over. Their claims are abandoned.
+    pub aborted: usize,
+    /// Runs that could not be stopped, because nobody polls them. Their claims lapse with the
+    /// lease.
+    pub left: usize,
+}
+
+impl<S: Store + Checkpoints> IdempotencyLayer<S> {
+    /// A layer over this store, with the default options.
+    ///
+    /// Give every layer of a service a clone of one store. Set [`scope`](Self::scope), or say
+    /// [`single_tenant`](Self::single_tenant).
+    pub fn new(store: S) -> Self {
+        Self {
+            store,
+            options: Options::default(),
+            live: Arc::new(Live::new()),
+        }
+    }
+
+    /// Stops admitting keyed requests (they get 503), waits at most `grace` for the runs to end,
+    /// then aborts what is left, waits for it to end (at most `store_timeout` longer), and only
+    /// then abandons its claims, so that the next process need not wait for their lease.
+    ///
+    /// For all clones of this layer. Call it beside the server's own graceful shutdown, then
+    /// [`Store::close`] once no layer uses the store any more. Dropping the future stops the
+    /// waiting, not the draining.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).single_tenant();
+    /// let drained = layer.drain(Duration::from_secs(20)).await;
+    /// assert_eq!((drained.aborted, drained.left), (0, 0));
+    /// # });
+    /// ```
+    pub async fn drain(&self, grace: Duration) -> Drained {
+        self.live.stop_admitting();
+        if within(grace, self.live.idle()).await.is_some() {
+            return Drained {
+                aborted: 0,
+                left: 0,
+            };
+        }
+        let aborted = self.live.running();
+        self.live.abort_all();
+        // Long enough for an aborted run to try its store once and give up.
+        let patience = self.options.store_timeout.saturating_mul(2);
+        let ended = within(patience, self.live.idle()).await;
+        Drained {
+            aborted,
+            left: ended.map_or_else(|| self.live.running(), |()| 0),
+        }
+    }
+
+    /// The name of the key's header. Default `Idempotency-Key`.
+    ///
+    /// A correlation id such as `X-Request-Id` is no idempotency key: many clients make a new one per
+    /// attempt.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).header_name(http::HeaderName::from_static("webhook-id"));
+    /// ```
+    pub fn header_name(mut self, name: HeaderName) -> Self {
+        self.options.header_name = name;
+        self
+    }
+
+    /// The methods on which a key is honoured when there is one; without one such a request passes
+    /// through. Default POST and PATCH, and whatever is required.
+    ///
+    /// # Panics
+    ///
+    /// When GET, HEAD, OPTIONS, TRACE or CONNECT is among them: these always pass through.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).methods([http::Method::POST, http::Method::PUT, http::Method::DELETE]);
+    /// ```
+    pub fn methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.options.methods = coverable("methods", methods);
+        self
+    }
+
+    /// The methods on which a key is required. Default POST.
+    ///
+    /// # Panics
+    ///
+    /// When GET, HEAD, OPTIONS, TRACE or CONNECT is among them: these always pass through.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).required_methods([http::Method::POST, http::Method::PATCH]);
+    /// ```
+    pub fn required_methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.options.required_methods = coverable("required_methods", methods);
+        self
+    }
+
+    /// Requires a key on no method; where one is sent it is honoured. Short for `required_methods([])`,
+    /// except that POST stays covered.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).optional();
+    /// ```
+    pub fn optional(mut self) -> Self {
+        let required = std::mem::take(&mut self.options.required_methods);
+        for method in required {
+            if !self.options.methods.contains(&method) {
+                self.options.methods.push(method);
+            }
+        }
+        self.options.required_methods.clear();
+        self
+    }
+
+    /// Which keys are taken. Default [`KeyFormat::any`].
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, KeyFormat, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).key_format(KeyFormat::uuid());
+    /// ```
+    pub fn key_format(mut self, format: KeyFormat) -> Self {
+        self.options.key_format = format;
+        self
+    }
+
+    /// How long a completed record is kept, counted from its completion. Default 24 h.
+    ///
+    /// Longer than the longest time any client may go on retrying, or a late retry runs again.
+    ///
+    /// # Panics
+    ///
+    /// When zero, or shorter than `response_ttl`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).ttl(Duration::from_secs(7 * 24 * 3600));
+    /// ```
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        assert!(!ttl.is_zero(), "ttl must be longer than zero");
+        assert!(
+            self.options.response_ttl.is_none_or(|response| response <= ttl),
+            "ttl must not be shorter than response_ttl"
+        );
+        self.options.ttl = ttl;
+        self
+    }
+
+    /// How long the response of a completed record is kept, where that is shorter than the record.
+    /// Default: as long as the record. Afterwards a retry gets `idempotency_response_not_retained`.
+    ///
+    /// # Panics
+    ///
+    /// When zero, or longer than `ttl`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).response_ttl(Duration::from_secs(3600));
+    /// ```
+    pub fn response_ttl(mut self, ttl: Duration) -> Self {
+        assert!(!ttl.is_zero(), "response_ttl must be longer than zero");
+        assert!(ttl <= self.options.ttl, "response_ttl must not be longer than ttl");
+        self.options.response_ttl = Some(ttl);
+        self
+    }
+
+    /// How long after `max_run` an abandoned record is kept. Default: for ever, because what its run
+    /// did is unknown, and once the record is gone the key runs as new.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).abandoned_ttl(Duration::from_secs(90 * 24 * 3600));
+    /// ```
+    pub fn abandoned_ttl(mut self, ttl: Duration) -> Self {
+        assert!(!ttl.is_zero(), "abandoned_ttl must be longer than zero");
+        self.options.abandoned_ttl = Some(ttl);
+        self
+    }
+
+    /// How long a silent process is believed alive. Default 30 s; renewed three times as often.
+    ///
+    /// After a crash, retries get `idempotency_in_flight` for this long and then what `recovery` says.
+    ///
+    /// # Panics
+    ///
+    /// When zero, or longer than `max_run`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).lease(Duration::from_secs(10));
+    /// ```
+    pub fn lease(mut self, lease: Duration) -> Self {
+        assert!(!lease.is_zero(), "lease must be longer than zero");
+        assert!(lease <= self.options.max_run, "lease must not be longer than max_run");
+        self.options.lease = lease;
+        self
+    }
+
+    /// How long a run may last before it counts as abandoned. Default 10 min. The run itself is not
+    /// ended, and its late answer is still recorded if nobody took over.
+    ///
+    /// # Panics
+    ///
+    /// When shorter than `lease`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).max_run(Duration::from_secs(60));
+    /// ```
+    pub fn max_run(mut self, max_run: Duration) -> Self {
+        assert!(
+            max_run >= self.options.lease,
+            "max_run must not be shorter than lease (set lease first)"
+        );
+        self.options.max_run = max_run;
+        self
+    }
+
+    /// How many claimed runs there may be at once, those included whose caller is gone. Default 1 024.
+    /// Beyond it keyed requests get 503 before they claim anything.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).max_running(256);
+    /// ```
+    pub fn max_running(mut self, runs: usize) -> Self {
+        assert!(runs > 0, "max_running must be at least 1");
+        self.options.max_running = runs;
+        self
+    }
+
+    /// How many requests may wait at once under [`InFlight::Wait`]; the rest is refused at once.
+    /// Default 1 024.
+    ///
+    /// # Panics
+    ///
+    /// When zero; `InFlight::Refuse` says that nobody waits.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).max_waiting(64);
+    /// ```
+    pub fn max_waiting(mut self, requests: usize) -> Self {
+        assert!(requests > 0, "max_waiting must be at least 1");
+        self.options.max_waiting = requests;
+        self
+    }
+
+    /// Derives the scope from the request's head; `None` refuses with 403 `idempotency_scope_unknown`.
+    /// Default: everything shares one namespace.
+    ///
+    /// Scope by the subject (account, merchant), never by a token that rotates.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Scope};
+    /// #[derive(Clone)]
+    /// struct AccountId(u64); // put into the request by the authentication outside
+    /// 
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .scope(|head| head.extensions.get::<AccountId>().map(|id| Scope::new(id.0.to_be_bytes())));
+    /// ```
+    pub fn scope(
+        mut self,
+        scope: impl Fn(&Parts) -> Option<Scope> + Send + Sync + 'static,
+    ) -> Self {
+        self.options.scope = Some(Arc::new(scope));
+        self
+    }
+
+    /// Says that all callers are one: no scope is needed, and no warning either.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).single_tenant();
+    /// ```
+    pub fn single_tenant(mut self) -> Self {
+        self.options.single_tenant = true;
+        self
+    }
+
+    /// The fingerprint scheme. Default [`ExactRequest`](crate::ExactRequest).
+    ///
+    /// # Panics
+    ///
+    /// When the scheme's name is longer than 64 bytes.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, KeyOnly, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).fingerprint(KeyOnly);
+    /// ```
+    pub fn fingerprint(mut self, scheme: impl FingerprintScheme) -> Self {
+        check_scheme("fingerprint", &scheme);
+        self.options.fingerprint = Arc::new(scheme);
+        self
+    }
+
+    /// Registers an older scheme: records written under it are compared under it. Default none.
+    ///
+    /// # Panics
+    ///
+    /// When the scheme's name is longer than 64 bytes.
+    ///
+    /// ```
+    /// # use tower_idempotency::{ExactRequest, IdempotencyLayer, KeyOnly, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).fingerprint(KeyOnly).also_accept(ExactRequest);
+    /// ```
+    pub fn also_accept(mut self, scheme: impl FingerprintScheme) -> Self {
+        check_scheme("also_accept", &scheme);
+        self.options.also_accept.push(Arc::new(scheme));
+        self
+    }
+
+    /// Which answers are kept. Default [`Retention::standard`].
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Retention};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).retention(Retention::strict());
+    /// ```
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.options.retention = retention;
+        self
+    }
+
+    /// What a request gets whose first attempt is still running. Default [`InFlight::Refuse`].
+    ///
+    /// # Panics
+    ///
+    /// When the wait is zero.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, InFlight, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).in_flight(InFlight::Wait(Duration::from_secs(5)));
+    /// ```
+    pub fn in_flight(mut self, in_flight: InFlight) -> Self {
+        assert!(
+            in_flight != InFlight::Wait(Duration::ZERO),
+            "in_flight: a wait must be longer than zero"
+        );
+        self.options.in_flight = in_flight;
+        self
+    }
+
+    /// What a request gets whose first attempt was cut off. Default [`Recovery::Refuse`].
+    ///
+    /// # Panics
+    ///
+    /// When `max_attempts` is zero.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Recovery};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).recovery(Recovery::Rerun { max_attempts: 3 });
+    /// ```
+    pub fn recovery(mut self, recovery: Recovery) -> Self {
+        assert!(
+            recovery != Recovery::Rerun { max_attempts: 0 },
+            "recovery: max_attempts must be at least 1"
+        );
+        self.options.recovery = recovery;
+        self
+    }
+
+    /// What a keyed request gets when the store cannot be asked. Default [`StoreFailure::Refuse`].
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, StoreFailure};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).store_failure(StoreFailure::RunUnprotected);
+    /// ```
+    pub fn store_failure(mut self, failure: StoreFailure) -> Self {
+        self.options.store_failure = failure;
+        self
+    }
+
+    /// How long to wait for the store, before a run and after it. Default 5 s. It ends the waiting, not
+    /// the statement; an outcome that is not recorded by then is answered and recorded in the background.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).store_timeout(Duration::from_secs(2));
+    /// ```
+    pub fn store_timeout(mut self, timeout: Duration) -> Self {
+        assert!(!timeout.is_zero(), "store_timeout must be longer than zero");
+        self.options.store_timeout = timeout;
+        self
+    }
+
+    /// How many bytes a keyed request's body may have. Default 1 MiB; beyond it 413.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).request_body_limit(64 * 1024);
+    /// ```
+    pub fn request_body_limit(mut self, bytes: usize) -> Self {
+        self.options.request_body_limit = bytes;
+        self
+    }
+
+    /// How many bytes of a response are kept. Default 1 MiB. A longer one reaches its caller whole, and
+    /// its record is a tombstone.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).response_body_limit(256 * 1024);
+    /// ```
+    pub fn response_body_limit(mut self, bytes: usize) -> Self {
+        self.options.response_body_limit = bytes;
+        self
+    }
+
+    /// How long a response's body may take after its head and still be kept. Default 1 s; after that it
+    /// is a stream, and its record a tombstone.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).buffer_timeout(Duration::from_secs(5));
+    /// ```
+    pub fn buffer_timeout(mut self, timeout: Duration) -> Self {
+        assert!(!timeout.is_zero(), "buffer_timeout must be longer than zero");
+        self.options.buffer_timeout = timeout;
+        self
+    }
+
+    /// Which response headers are not kept, in place of the default list: Date, Set-Cookie,
+    /// WWW-Authenticate, Proxy-Authenticate, Authentication-Info, Proxy-Authentication-Info and
+    /// Access-Control-*. Hop-by-hop and framing headers and the marker are never kept.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).skip_headers([http::header::DATE, http::header::SET_COOKIE, http::header::SERVER]);
+    /// ```
+    pub fn skip_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
+        self.options.skip_headers = names.into_iter().collect();
+        self
+    }
+
+    /// The name of the header that marks a replay, with the value `true`. Default `Idempotent-Replay`.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).replay_header(http::HeaderName::from_static("idempotent-replayed"));
+    /// ```
+    pub fn replay_header(mut self, name: HeaderName) -> Self {
+        self.options.replay_header = name;
+        self
+    }
+
+    /// The status of `idempotency_key_reused`. Default 409.
+    ///
+    /// # Panics
+    ///
+    /// When it is no 4xx.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).reuse_status(http::StatusCode::UNPROCESSABLE_ENTITY);
+    /// ```
+    pub fn reuse_status(mut self, status: StatusCode) -> Self {
+        assert!(status.is_client_error(), "reuse_status must be a 4xx status");
+        self.options.reuse_status = status;
+        self
+    }
+
+    /// How refusals are rendered. Default [`ProblemJson`](crate::ProblemJson).
+    ///
+    /// ```
+    /// # use axum::{body::Body, http::Response};
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Rejection, RejectionContext};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).rejections(
+    ///     |rejection: &Rejection, context: &RejectionContext<'_>| {
+    ///         let mut response = Response::new(Body::from(rejection.code()));
+    ///         *response.status_mut() = context.status;
+    ///         response
+    ///     },
+    /// );
+    /// ```
+    pub fn rejections(mut self, render: impl RenderRejection) -> Self {
+        self.options.rejections = Arc::new(render);
+        self
+    }
+
+    /// Where the service documents its idempotency: the base of each problem's `type`, and a
+    /// `Link: <…>; rel="describedby"` on each refusal. Default: this crate's documentation, and no link.
+    ///
+    /// # Panics
+    ///
+    /// When it is no URI.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).documentation_url("https://pay.example/docs/idempotency");
+    /// ```
+    pub fn documentation_url(mut self, url: &str) -> Self {
+        assert!(url.parse::<Uri>().is_ok(), "documentation_url must be a URI");
+        self.options.documentation_url = Some(Arc::from(url));
+        self
+    }
+
+    /// The header with the request's id, kept with the claim and named to those who reuse its key.
+    /// Default `X-Request-Id`; ids of more than 128 bytes are not kept.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).request_id_header(http::HeaderName::from_static("x-correlation-id"));
+    /// ```
+    pub fn request_id_header(mut self, name: HeaderName) -> Self {
+        self.options.request_id_header = name;
+        self
+    }
+}
+
+/// The safe methods, and CONNECT, are never covered.
+fn coverable(option: &str, methods: impl IntoIterator<Item = Method>) -> Vec<Method> {
+    let methods: Vec<_> = methods.into_iter().collect();
+    for method in &methods {
+        assert!(
+            !method.is_safe() && *method != Method::CONNECT,
+            "{option}: {method} requests always pass through and cannot be covered"
+        );
+    }
+    methods
+}
+
+fn check_scheme(option: &str, scheme: &impl FingerprintScheme) {
+    assert!(
+        scheme.name().len() <= 64,
+        "{option}: the scheme's name must have at most 64 bytes"
+    );
+}
+
+impl<I, S: Store + Checkpoints> Layer<I> for IdempotencyLayer<S> {
+    type Service = IdempotencyService<I, S>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        let engine = Engine::new(
+            self.store.clone(),
+            self.options.clone(),
+            self.live.clone(),
+        );
+        IdempotencyService::new(inner, Arc::new(engine))
+    }
+}
+
+impl<S> fmt::Debug for IdempotencyLayer<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdempotencyLayer")
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,157 @@
+//! What a layer can be told, with every default in one place.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use axum::body::Body;
+use http::{HeaderName, Method, Response, StatusCode, request::Parts};
+
+use crate::{
+    ExactRequest, FingerprintScheme, InFlight, KeyFormat, ProblemJson, Recovery, Rejection,
+    RejectionContext, RenderRejection, Retention, Scope, StoreFailure,
+    fingerprint::original_uri,
+    observe,
+    retained::SkippedHeaders,
+    status::REPLAY_HEADER,
+};
+
+/// A request id longer than this is not kept.
+const MAX_REQUEST_ID_LEN: usize = 128;
+
+type ScopeOf = Arc<dyn Fn(&Parts) -> Option<Scope> + Send + Sync>;
+
+#[derive(Clone)]
+pub(crate) struct Options {
+    pub(crate) header_name: HeaderName,
+    pub(crate) methods: Vec<Method>,
+    pub(crate) required_methods: Vec<Method>,
+    pub(crate) key_format: KeyFormat,
+    pub(crate) scope: Option<ScopeOf>,
+    pub(crate) single_tenant: bool,
+    pub(crate) fingerprint: Arc<dyn FingerprintScheme>,
+    pub(crate) also_accept: Vec<Arc<dyn FingerprintScheme>>,
+    pub(crate) retention: Retention,
+    pub(crate) ttl: Duration,
+    pub(crate) response_ttl: Option<Duration>,
+    pub(crate) abandoned_ttl: Option<Duration>,
+    pub(crate) lease: Duration,
+    pub(crate) max_run: Duration,
+    pub(crate) max_running: usize,
+    pub(crate) max_waiting: usize,
+    pub(crate) in_flight: InFlight,
+    pub(crate) recovery: Recovery,
+    pub(crate) store_failure: StoreFailure,
+    pub(crate) store_timeout: Duration,
+    pub(crate) request_body_limit: usize,
+    pub(crate) response_body_limit: usize,
+    pub(crate) buffer_timeout: Duration,
+    pub(crate) skip_headers: Vec<HeaderName>,
+    pub(crate) replay_header: HeaderName,
+    pub(crate) reuse_status: StatusCode,
+    pub(crate) rejections: Arc<dyn RenderRejection>,
+    pub(crate) documentation_url: Option<Arc<str>>,
+    pub(crate) request_id_header: HeaderName,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            header_name: HeaderName::from_static("idempotency-key"),
+            methods: vec![Method::POST, Method::PATCH],
+            required_methods: vec![Method::POST],
+            key_format: KeyFormat::any(),
+            scope: None,
+            single_tenant: false,
+            fingerprint: Arc::new(ExactRequest),
+            also_accept: Vec::new(),
+            retention: Retention::standard(),
+            ttl: Duration::from_secs(24 * 3600),
+            response_ttl: None,
+            abandoned_ttl: None,
+            lease: Duration::from_secs(30),
+            max_run: Duration::from_secs(600),
+            max_running: 1024,
+            max_waiting: 1024,
+            in_flight: InFlight::Refuse,
+            recovery: Recovery::Refuse,
+            store_failure: StoreFailure::Refuse,
+            store_timeout: Duration::from_secs(5),
+            request_body_limit: 1024 * 1024,
+            response_body_limit: 1024 * 1024,
+            buffer_timeout: Duration::from_secs(1),
+            skip_headers: SkippedHeaders::default_names(),
+            replay_header: REPLAY_HEADER,
+            reuse_status: StatusCode::CONFLICT,
+            rejections: Arc::new(ProblemJson),
+            documentation_url: None,
+            request_id_header: HeaderName::from_static("x-request-id"),
+        }
+    }
+}
+
+impl Options {
+    /// Whether a key is honoured for this method.
+    pub(crate) fn covers(&self, method: &Method) -> bool {
+        self.methods.contains(method) || self.requires(method)
+    }
+
+    /// Whether this method needs a key.
+    pub(crate) fn requires(&self, method: &Method) -> bool {
+        self.required_methods.contains(method)
+    }
+
+    /// How often to look for records that are over.
+    pub(crate) fn purge_interval(&self) -> Duration {
+        let shortest = self.ttl.min(self.response_ttl.unwrap_or(self.ttl));
+        (shortest / 10).clamp(Duration::from_secs(1), Duration::from_secs(60))
+    }
+
+    /// The request's id, when it has one that is worth keeping.
+    pub(crate) fn request_id<'a>(&self, head: &'a Parts) -> Option<&'a str> {
+        let id = head.headers.get(&self.request_id_header)?.to_str().ok()?;
+        (!id.is_empty() && id.len() <= MAX_REQUEST_ID_LEN).then_some(id)
+    }
+
+    /// Renders a refusal and says so in the response's extensions and in an event. Without a head
+    /// the request has been handed to its handler already.
+    pub(crate) fn refuse(&self, head: Option<&Parts>, rejection: &Rejection) -> Response<Body> {
+        let status = match rejection {
+            Rejection::KeyReused { .. } => self.reuse_status,
+            other => other.status(),
+        };
+        let context = RejectionContext {
+            status,
+            header_name: self.header_name.as_str(),
+            method: head.map_or("", |head| head.method.as_str()),
+            path: head.map_or("", |head| original_uri(head).path()),
+            request_id: head.and_then(|head| self.request_id(head)),
+            documentation_url: self.documentation_url.as_deref(),
+        };
+        let mut response = self.rejections.render(rejection, &context);
+        let said = rejection.idempotency_status();
+        observe::decided(said, Some(rejection.code()));
+        response.extensions_mut().insert(said);
+        response
+    }
+}
+
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Options")
+            .field("header_name", &self.header_name)
+            .field("methods", &self.methods)
+            .field("required_methods", &self.required_methods)
+            .field("key_format", &self.key_format)
+            .field("scoped", &self.scope.is_some())
+            .field("fingerprint", &self.fingerprint.name())
+            .field("retention", &self.retention)
+            .field("ttl", &self.ttl)
+            .field("lease", &self.lease)
+            .field("max_run", &self.max_run)
+            .field("max_running", &self.max_running)
+            .field("in_flight", &self.in_flight)
+            .field("recovery", &self.recovery)
+            .field("store_failure", &self.store_failure)
+            .field("store_timeout", &self.store_timeout)
+            .finish_non_exhaustive()
+    }
+}

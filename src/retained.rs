@@ -1,0 +1,231 @@
+//! The response kept for retries, and its versioned binary form.
+
+use std::fmt;
+
+use axum::body::Body;
+use bytes::{BufMut, Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+
+/// The first byte of the stored form; tells later forms apart.
+const VERSION: u8 = 1;
+
+/// The response kept for retries: status, headers in order, body, byte for byte.
+///
+/// # Stored form
+///
+/// Version 1, numbers big-endian: one byte version, two bytes status, two bytes number of fields;
+/// per field two bytes length of the name, the name, four bytes length of the value, the value;
+/// eight bytes length of the body, the body, end. Records outlive deploys: a released form is never
+/// changed, and a new one gets a new version.
+///
+/// `Debug` shows sizes only.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RetainedResponse {
+    /// The status.
+    pub status: StatusCode,
+    /// The fields that are kept; repeated ones in their order.
+    pub headers: HeaderMap,
+    /// The body.
+    pub body: Bytes,
+}
+
+/// The stored bytes are no retained response this version can read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// Written in a form this version does not know.
+    Version(u8),
+    /// Cut off, too long, or with a status or field that HTTP does not allow.
+    Damaged,
+}
+
+impl fmt::Display for DecodeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Version(version) => write!(
+                f,
+                "the retained response has the unknown form {version}; a newer version wrote it"
+            ),
+            Self::Damaged => f.write_str("the retained response is damaged"),
+        }
+    }
+}
+
+impl std::error::Error for DecodeError {}
+
+impl RetainedResponse {
+    /// The bytes a store keeps.
+    pub fn encode(&self) -> Bytes {
+        encode(self.status, &self.headers, &self.body, |_| true)
+    }
+
+    /// Reads the stored form; total, whatever the bytes. Body and values share the given memory.
+    ///
+    /// # Errors
+    ///
+    /// [`DecodeError`], when the bytes are not exactly one response of a known version.
+    pub fn decode(stored: Bytes) -> Result<Self, DecodeError> {
+        let mut input = Input(stored);
+        let version = input.number(1)?;
+        if version != u64::from(VERSION) {
+            return Err(DecodeError::Version(version as u8));
+        }
+        let status = StatusCode::from_u16(input.number(2)? as u16);
+        let status = status.map_err(|_| DecodeError::Damaged)?;
+        let fields = input.number(2)? as usize;
+        // A damaged count must not reserve memory: each field takes at least six bytes.
+        let mut headers = HeaderMap::with_capacity(fields.min(input.0.len() / 6));
+        for _ in 0..fields {
+            let name = input.piece(2)?;
+            let name = HeaderName::from_bytes(&name).map_err(|_| DecodeError::Damaged)?;
+            let value = input.piece(4)?;
+            let value = HeaderValue::from_maybe_shared(value).map_err(|_| DecodeError::Damaged)?;
+            headers
+                .try_append(name, value)
+                .map_err(|_| DecodeError::Damaged)?;
+        }
+        let body = input.piece(8)?;
+        if !input.0.is_empty() {
+            return Err(DecodeError::Damaged);
+        }
+        Ok(Self {
+            status,
+            headers,
+            body,
+        })
+    }
+
+    /// As a response to send.
+    pub fn into_response(self) -> Response<Body> {
+        let mut response = Response::new(Body::from(self.body));
+        *response.status_mut() = self.status;
+        *response.headers_mut() = self.headers;
+        response
+    }
+}
+
+impl fmt::Debug for RetainedResponse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RetainedResponse")
+            .field("status", &self.status)
+            .field("headers", &self.headers.len())
+            .field("body", &format_args!("{} bytes", self.body.len()))
+            .finish()
+    }
+}
+
+/// Writes the stored form of the fields that `keep` says.
+pub(crate) fn encode(
+    status: StatusCode,
+    headers: &HeaderMap,
+    body: &Bytes,
+    keep: impl Fn(&HeaderName) -> bool,
+) -> Bytes {
+    let kept = || headers.iter().filter(|(name, _)| keep(name));
+    let (count, size) = kept().fold((0, 13 + body.len()), |(count, size), (name, value)| {
+        (count + 1, size + 6 + name.as_str().len() + value.len())
+    });
+    let mut out = BytesMut::with_capacity(size);
+    out.put_u8(VERSION);
+    out.put_u16(status.as_u16());
+    // http allows at most 2^15 fields and names of less than 2^16 bytes.
+    out.put_u16(count);
+    for (name, value) in kept() {
+        out.put_u16(name.as_str().len() as u16);
+        out.put_slice(name.as_str().as_bytes());
+        out.put_u32(value.len() as u32);
+        out.put_slice(value.as_bytes());
+    }
+    out.put_u64(body.len() as u64);
+    out.put_slice(body);
+    out.freeze()
+}
+
+/// Which fields of a response are not kept for retries.
+#[derive(Debug, Clone)]
+pub(crate) struct SkippedHeaders {
+    names: Vec<HeaderName>,
+    replay_header: HeaderName,
+}
+
+impl SkippedHeaders {
+    pub(crate) fn new(names: Vec<HeaderName>, replay_header: HeaderName) -> Self {
+        Self {
+            names,
+            replay_header,
+        }
+    }
+
+    /// What is skipped by default beside `Access-Control-*`: what is about the connection or the
+    /// moment, and credentials.
+    pub(crate) fn default_names() -> Vec<HeaderName> {
+        vec![
+            header::DATE,
+            header::SET_COOKIE,
+            header::WWW_AUTHENTICATE,
+            header::PROXY_AUTHENTICATE,
+            HeaderName::from_static("authentication-info"),
+            HeaderName::from_static("proxy-authentication-info"),
+            header::ACCESS_CONTROL_ALLOW_CREDENTIALS,
+            header::ACCESS_CONTROL_ALLOW_HEADERS,
+            header::ACCESS_CONTROL_ALLOW_METHODS,
+            header::ACCESS_CONTROL_ALLOW_ORIGIN,
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            header::ACCESS_CONTROL_MAX_AGE,
+            HeaderName::from_static("access-control-allow-private-network"),
+        ]
+    }
+
+    /// Hop-by-hop and framing fields describe this one message on this one connection (RFC 9110
+    /// §7.6.1): kept, they would corrupt the replay, so they are skipped whatever is configured.
+    pub(crate) fn keeps(&self, headers: &HeaderMap, name: &HeaderName) -> bool {
+        let framing = matches!(
+            name.as_str(),
+            "connection"
+                | "content-length"
+                | "keep-alive"
+                | "proxy-connection"
+                | "te"
+                | "trailer"
+                | "transfer-encoding"
+                | "upgrade"
+        );
+        !framing
+            && *name != self.replay_header
+            && !self.names.contains(name)
+            && !named_by_connection(headers, name)
+    }
+}
+
+fn named_by_connection(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.get_all(header::CONNECTION).iter().any(|value| {
+        value
+            .as_bytes()
+            .split(|byte| *byte == b',')
+            .any(|token| token.trim_ascii().eq_ignore_ascii_case(name.as_str().as_bytes()))
+    })
+}
+
+struct Input(Bytes);
+
+impl Input {
+    fn number(&mut self, bytes: usize) -> Result<u64, DecodeError> {
+        let digits = self.take(bytes)?;
+        Ok(digits
+            .iter()
+            .fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    }
+
+    /// Bytes preceded by their length, itself a number of so many bytes.
+    fn piece(&mut self, length_bytes: usize) -> Result<Bytes, DecodeError> {
+        let length = self.number(length_bytes)?;
+        self.take(usize::try_from(length).map_err(|_| DecodeError::Damaged)?)
+    }
+
+    fn take(&mut self, bytes: usize) -> Result<Bytes, DecodeError> {
+        if bytes > self.0.len() {
+            return Err(DecodeError::Damaged);
+        }
+        Ok(self.0.split_to(bytes))
+    }
+}

@@ -1,0 +1,568 @@
+//! The one path a request takes.
+
+use std::{
+    fmt,
+    future::Future,
+    mem,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering},
+    task::{Context, Poll, ready},
+};
+
+use axum::body::Body;
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Request, Response, header, request::Parts};
+use pin_project_lite::pin_project;
+use tokio::{runtime::Handle, time::Instant};
+use tower_service::Service;
+use tracing::{Instrument, Span};
+
+use crate::{
+    IdempotencyKey, IdempotencyStatus, Rejection,
+    attempt::Attempt,
+    body::read_request,
+    bounded::within,
+    engine::{Engine, Pause},
+    execution::{self, Claimed, Inner, Outcome},
+    extract::Idempotency,
+    observe::{self, Operation},
+    record::{Fingerprint, Record, RecordId},
+    recovery::{InFlight, StoreFailure},
+    retained::RetainedResponse,
+    scope::{MAX_SCOPE_LEN, Scope},
+    store::{Checkpoints, Claim, ClaimRequest, Held, Store, StoreErrorKind},
+};
+
+/// How often a claim whose fate is unknown is sent again before the request is refused.
+const CLAIM_RESENDS: u32 = 2;
+/// How many takeovers of one key one request tries before it gives way to the others.
+const MAX_TAKEOVERS: u32 = 4;
+
+/// The service an [`IdempotencyLayer`](crate::IdempotencyLayer) wraps around another.
+pub struct IdempotencyService<I, S> {
+    inner: I,
+    engine: Arc<Engine<S>>,
+}
+
+impl<I, S> IdempotencyService<I, S> {
+    pub(crate) fn new(inner: I, engine: Arc<Engine<S>>) -> Self {
+        Self { inner, engine }
+    }
+}
+
+impl<I: Clone, S> Clone for IdempotencyService<I, S> {
+    fn clone(&self) -> Self {
+        Self {
+            inner: self.inner.clone(),
+            engine: self.engine.clone(),
+        }
+    }
+}
+
+impl<I: fmt::Debug, S> fmt::Debug for IdempotencyService<I, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdempotencyService")
+            .field("inner", &self.inner)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<I, RB, B, S> Service<Request<B>> for IdempotencyService<I, S>
+where
+    I: Service<Request<Body>, Response = Response<RB>> + Clone + Send + 'static,
+    I::Future: Send + 'static,
+    I::Error: Send + 'static,
+    RB: http_body::Body<Data = Bytes> + Send + 'static,
+    RB::Error: Into<axum::BoxError>,
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<axum::BoxError>,
+    S: Store + Checkpoints,
+{
+    type Response = Response<Body>;
+    type Error = I::Error;
+    type Future = ResponseFuture<I::Future, I::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), I::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let options = &self.engine.options;
+        let method = request.method();
+        if !options.covers(method) || request.extensions().get::<Idempotency>().is_some() {
+            return ResponseFuture::pass(self.inner.call(request.map(Body::new)));
+        }
+        let key = match options
+            .key_format
+            .read(request.headers(), &options.header_name)
+        {
+            None if !options.requires(method) => {
+                return ResponseFuture::pass(self.inner.call(request.map(Body::new)));
+            }
+            None => Err(Rejection::KeyRequired),
+            Some(key) => key.map_err(Rejection::KeyInvalid),
+        };
+        // The instance that was polled ready is the one to be called, or to be dropped: what being
+        // ready holds is then given back.
+        let clone = self.inner.clone();
+        let readied = mem::replace(&mut self.inner, clone);
+        let key = match key {
+            Ok(key) => key,
+            Err(rejection) => {
+                let (head, _) = request.into_parts();
+                return ResponseFuture::refused(options.refuse(Some(&head), &rejection));
+            }
+        };
+        let attempt = Arc::new(Attempt::new(self.engine.clone()));
+        let run = keyed(
+            self.engine.clone(),
+            Inner::readied(readied),
+            request,
+            key,
+            attempt.clone(),
+        );
+        ResponseFuture::keyed(Box::pin(run), attempt)
+    }
+}
+
+/// A keyed request, from its head to its answer.
+async fn keyed<I, RB, B, S>(
+    engine: Arc<Engine<S>>,
+    mut inner: Inner<I>,
+    request: Request<B>,
+    key: IdempotencyKey,
+    attempt: Arc<Attempt>,
+) -> Result<Response<Body>, I::Error>
+where
+    I: Service<Request<Body>, Response = Response<RB>> + Clone,
+    RB: http_body::Body<Data = Bytes> + Send + 'static,
+    RB::Error: Into<axum::BoxError>,
+    B: http_body::Body<Data = Bytes> + Send,
+    B::Error: Into<axum::BoxError>,
+    S: Store + Checkpoints,
+{
+    let options = &engine.options;
+    let (head, body) = request.into_parts();
+
+    let scope = match engine.scope(&head) {
+        Ok(scope) => scope,
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+    };
+    let body = match read_request(body, options.request_body_limit).await {
+        Ok(body) => body,
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+    };
+    let asked = Asked {
+        id: RecordId::new(scope, key),
+        head: &head,
+        body: &body.data,
+    };
+    let decision = decide(&engine, &mut inner, &asked, &attempt).await;
+
+    let claimed = match decision {
+        Ok(Decision::Run(claimed)) => claimed,
+        Ok(Decision::Replay(record)) => return Ok(engine.replay(&head, record)),
+        Ok(Decision::Unprotected) => {
+            inner.make_ready().await?;
+            let request = Request::from_parts(head, body.into_body());
+            return Ok(unprotected(inner.call(request).await?));
+        }
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+    };
+    let request = Request::from_parts(head, body.into_body());
+    execution::run(engine, inner, request, attempt, claimed).await
+}
+
+/// What a keyed request asks for.
+struct Asked<'a> {
+    id: RecordId,
+    head: &'a Parts,
+    body: &'a Bytes,
+}
+
+/// What is to be done with a keyed request that is not refused.
+#[expect(clippy::large_enum_variant)] // A replay costs no allocation; see `Claim`.
+enum Decision {
+    Run(Claimed),
+    Replay(Record),
+    Unprotected,
+}
+
+/// Fingerprints, claims, and compares.
+async fn decide<I: Clone, S: Store + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    inner: &mut Inner<I>,
+    asked: &Asked<'_>,
+    attempt: &Attempt,
+) -> Result<Decision, Rejection> {
+    let options = &engine.options;
+    let fingerprint = options
+        .fingerprint
+        .fingerprint(asked.head, asked.body)
+        .map_err(Rejection::BodyInvalid)?;
+    engine.maintain();
+
+    let wait = match claim(engine, asked, fingerprint, attempt).await? {
+        Claiming::Decided(decision) => return Ok(decision),
+        Claiming::InFlight(held) if attempt.is_gone() => return Err(in_flight(held)),
+        Claiming::InFlight(held) => match options.in_flight {
+            InFlight::Refuse => return Err(in_flight(held)),
+            InFlight::Wait(bound) => match engine.live.waiting.join(&asked.id, options.max_waiting)
+            {
+                Some(waiter) => (waiter, Instant::now() + bound, held),
+                None => return Err(in_flight(held)),
+            },
+        },
+    };
+    let (waiter, deadline, held) = wait;
+    inner.give_back();
+    loop {
+        let news = waiter.listen();
+        match claim(engine, asked, fingerprint, attempt).await? {
+            Claiming::Decided(decision) => {
+                waiter.tell();
+                return Ok(decision);
+            }
+            Claiming::InFlight(_) if attempt.is_gone() => return Err(in_flight(held)),
+            Claiming::InFlight(_) => {}
+        }
+        if !waiter.worth_looking(news, deadline).await {
+            return Err(in_flight(held));
+        }
+    }
+}
+
+/// What one look at the store came to.
+#[expect(clippy::large_enum_variant)] // A replay costs no allocation; see `Claim`.
+enum Claiming {
+    Decided(Decision),
+    InFlight(Held),
+}
+
+/// Claims once, and takes over what may be taken over. Only the write in the store decides; what
+/// it found is compared here, in one place, before anything else is said about it.
+async fn claim<S: Store + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    asked: &Asked<'_>,
+    fingerprint: Fingerprint,
+    attempt: &Attempt,
+) -> Result<Claiming, Rejection> {
+    let options = &engine.options;
+    let permit = engine
+        .live
+        .admit(options.max_running)
+        .ok_or(Rejection::Overloaded)?;
+    let mut request = ClaimRequest::new(
+        asked.id.clone(),
+        options.fingerprint.name(),
+        fingerprint,
+    );
+    request.lease = options.lease;
+    request.max_run = options.max_run;
+    request.abandoned_ttl = options.abandoned_ttl;
+    request.request_id = options.request_id(asked.head).map(Arc::from);
+    let mut undo = Outcome::Released;
+
+    for _ in 0..MAX_TAKEOVERS {
+        let held = match send_claim(engine, &request, &undo, attempt).await? {
+            None => return Ok(Claiming::Decided(Decision::Unprotected)),
+            Some(Claim::Won(ticket)) => {
+                return Ok(Claiming::Decided(Decision::Run(Claimed {
+                    ticket,
+                    permit,
+                    undo,
+                })));
+            }
+            Some(Claim::Completed(record)) => {
+                let same = engine.same(asked, fingerprint, &record.scheme, &record.fingerprint);
+                return if same {
+                    Ok(Claiming::Decided(Decision::Replay(record)))
+                } else {
+                    Err(Rejection::KeyReused {
+                        original_request_id: record.request_id,
+                    })
+                };
+            }
+            Some(Claim::InFlight(held)) => {
+                engine.same_as_held(asked, fingerprint, &held)?;
+                return Ok(Claiming::InFlight(held));
+            }
+            Some(Claim::Abandoned(held)) => held,
+        };
+        engine.same_as_held(asked, fingerprint, &held)?;
+        if !held.released && !options.recovery.allows_after(held.attempt) {
+            return Err(Rejection::OutcomeUnknown {
+                original_request_id: held.request_id,
+            });
+        }
+        // Taking over is a claim that names what it replaces: if somebody else was faster, this
+        // one meets a live claim. Undone, it must not look as if the earlier run never was.
+        request.replaces = Some(held.token);
+        undo = if held.released {
+            Outcome::Released
+        } else {
+            Outcome::Abandoned
+        };
+    }
+    Err(Rejection::InFlight {
+        original_request_id: None,
+    })
+}
+
+/// Sends one claim, again where its fate is unknown. `None` means: run unprotected.
+async fn send_claim<S: Store + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    request: &ClaimRequest,
+    undo: &Outcome,
+    attempt: &Attempt,
+) -> Result<Option<Claim>, Rejection> {
+    // From here on a claim may stand: if the caller leaves now, this goes on without it.
+    attempt.set_must_finish(true);
+    let mut pause = Pause::default();
+    let mut unknown_fate = false;
+    let sent = within(engine.options.store_timeout, async {
+        for resend in 0.. {
+            match engine.store.claim(request.clone()).await {
+                Ok(claim) => return Some(claim),
+                Err(error) => {
+                    observe::store_failed(Operation::Claim, Some(&error));
+                    match error.kind() {
+                        StoreErrorKind::Full => return None,
+                        StoreErrorKind::Unavailable if resend < CLAIM_RESENDS => {}
+                        _ => {
+                            unknown_fate = true;
+                            return None;
+                        }
+                    }
+                }
+            }
+            pause.wait().await;
+        }
+        None
+    })
+    .await;
+    if let Some(Some(claim)) = sent {
+        attempt.set_must_finish(matches!(claim, Claim::Won(_)));
+        return Ok(Some(claim));
+    }
+    if sent.is_none() {
+        observe::store_failed(Operation::Claim, None);
+        unknown_fate = true;
+    }
+    if unknown_fate {
+        engine.undo_orphan(request.ticket(0), undo.clone());
+    }
+    attempt.set_must_finish(false);
+    match engine.options.store_failure {
+        StoreFailure::Refuse => Err(Rejection::StoreUnavailable),
+        StoreFailure::RunUnprotected => Ok(None),
+    }
+}
+
+impl<S: Store + Checkpoints> Engine<S> {
+    /// Whose key it is.
+    fn scope(&self, head: &Parts) -> Result<Scope, Rejection> {
+        if let Some(scope) = &self.options.scope {
+            return scope(head)
+                .filter(|scope| scope.as_bytes().len() <= MAX_SCOPE_LEN)
+                .ok_or(Rejection::ScopeUnknown);
+        }
+        let suspicious = !self.options.single_tenant
+            && (head.headers.contains_key(header::AUTHORIZATION)
+                || head.headers.contains_key(header::COOKIE));
+        if suspicious && !self.live.warned_of_scope.swap(true, Ordering::Relaxed) {
+            observe::scope_missing();
+        }
+        Ok(Scope::shared())
+    }
+
+    /// Whether what is asked for is what the record was made for, under the record's own scheme.
+    fn same(
+        &self,
+        asked: &Asked<'_>,
+        fingerprint: Fingerprint,
+        scheme: &str,
+        recorded: &Fingerprint,
+    ) -> bool {
+        if self.options.fingerprint.name() == scheme {
+            return fingerprint == *recorded;
+        }
+        let older = self.options.also_accept.iter();
+        older
+            .filter(|older| older.name() == scheme)
+            .any(|older| older.fingerprint(asked.head, asked.body) == Ok(*recorded))
+    }
+
+    fn same_as_held(
+        &self,
+        asked: &Asked<'_>,
+        fingerprint: Fingerprint,
+        held: &Held,
+    ) -> Result<(), Rejection> {
+        if self.same(asked, fingerprint, &held.scheme, &held.fingerprint) {
+            return Ok(());
+        }
+        Err(Rejection::KeyReused {
+            original_request_id: held.request_id.clone(),
+        })
+    }
+
+    /// The answer of a completed record.
+    fn replay(&self, head: &Parts, record: Record) -> Response<Body> {
+        let Some(stored) = record.response else {
+            let rejection = Rejection::ResponseNotRetained {
+                status: record.status,
+                original_request_id: record.request_id,
+            };
+            return self.options.refuse(Some(head), &rejection);
+        };
+        let retained = match RetainedResponse::decode(stored) {
+            Ok(retained) => retained,
+            Err(error) => {
+                observe::damaged_record(&error);
+                return self.options.refuse(Some(head), &Rejection::StoreUnavailable);
+            }
+        };
+        observe::decided(IdempotencyStatus::Replayed, None);
+        let mut response = retained.into_response();
+        response.headers_mut().insert(
+            self.options.replay_header.clone(),
+            HeaderValue::from_static("true"),
+        );
+        response
+            .extensions_mut()
+            .insert(IdempotencyStatus::Replayed);
+        response
+    }
+}
+
+fn in_flight(held: Held) -> Rejection {
+    Rejection::InFlight {
+        original_request_id: held.request_id,
+    }
+}
+
+/// Marks the answer of a run that was not protected.
+fn unprotected(mut response: Response<Body>) -> Response<Body> {
+    observe::decided(IdempotencyStatus::Unprotected, None);
+    response.headers_mut().insert(
+        HeaderName::from_static("idempotency-status"),
+        HeaderValue::from_static("unprotected"),
+    );
+    response
+        .extensions_mut()
+        .insert(IdempotencyStatus::Unprotected);
+    response
+}
+
+type Run<E> = Pin<Box<dyn Future<Output = Result<Response<Body>, E>> + Send>>;
+
+pin_project! {
+    /// The response future of [`IdempotencyService`].
+    ///
+    /// Dropping it before a claim is sent leaves nothing behind. Dropping it later does not end the
+    /// run: it goes on as a task of the runtime the request came in on, to its end, and is recorded.
+    pub struct ResponseFuture<F, E> {
+        #[pin]
+        kind: Kind<F, E>,
+    }
+}
+
+pin_project! {
+    #[project = KindProjection]
+    enum Kind<F, E> {
+        Pass { #[pin] future: F },
+        Refused { response: Option<Response<Body>> },
+        Keyed { run: Survivor<E> },
+    }
+}
+
+impl<F, E> ResponseFuture<F, E> {
+    fn pass(future: F) -> Self {
+        let kind = Kind::Pass { future };
+        Self { kind }
+    }
+
+    fn refused(response: Response<Body>) -> Self {
+        let response = Some(response);
+        let kind = Kind::Refused { response };
+        Self { kind }
+    }
+
+    fn keyed(run: Run<E>, attempt: Arc<Attempt>) -> Self
+    where
+        E: Send + 'static,
+    {
+        let run = Survivor {
+            run: Some(run),
+            attempt,
+            runtime: Handle::try_current().ok(),
+            span: Span::current(),
+            go_on: |runtime, run, span| drop(runtime.spawn(run.instrument(span))),
+        };
+        let kind = Kind::Keyed { run };
+        Self { kind }
+    }
+}
+
+impl<F, E, RB> Future for ResponseFuture<F, E>
+where
+    F: Future<Output = Result<Response<RB>, E>>,
+    RB: http_body::Body<Data = Bytes> + Send + 'static,
+    RB::Error: Into<axum::BoxError>,
+{
+    type Output = Result<Response<Body>, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().kind.project() {
+            KindProjection::Pass { future } => {
+                let response = ready!(future.poll(cx))?;
+                Poll::Ready(Ok(response.map(Body::new)))
+            }
+            KindProjection::Refused { response } => {
+                let response = response.take();
+                Poll::Ready(Ok(response.expect("polled after it was ready")))
+            }
+            KindProjection::Keyed { run } => run.poll(cx),
+        }
+    }
+}
+
+impl<F, E> fmt::Debug for ResponseFuture<F, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// A run that outlives whoever polls it.
+struct Survivor<E> {
+    run: Option<Run<E>>,
+    attempt: Arc<Attempt>,
+    /// Taken when the future is made: in `drop` there may be no runtime, and the span is another.
+    runtime: Option<Handle>,
+    span: Span,
+    go_on: fn(&Handle, Run<E>, Span),
+}
+
+impl<E> Survivor<E> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, E>> {
+        // Out of `self` while it is polled: a poll that unwinds leaves nothing to go on with.
+        let mut run = self.run.take().expect("polled after it was ready");
+        let answer = run.as_mut().poll(cx);
+        if answer.is_pending() {
+            self.run = Some(run);
+        }
+        answer
+    }
+}
+
+impl<E> Drop for Survivor<E> {
+    fn drop(&mut self) {
+        if let (Some(run), Some(runtime)) = (self.run.take(), &self.runtime)
+            && self.attempt.must_finish()
+        {
+            self.attempt.set_gone();
+            (self.go_on)(runtime, run, mem::replace(&mut self.span, Span::none()));
+        }
+    }
+}
