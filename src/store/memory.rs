@@ -176,13 +176,16 @@ impl MemoryStore {
     }
 
     fn open(&self) -> Result<(MutexGuard<'_, Data>, Timestamp), StoreError> {
+        // Asked under the lock: a claim that was let in before `close` and extended the lease after
+        // it would be believed alive with nobody left to end it.
+        let data = self.data();
         if self.instance.closed.load(Ordering::Acquire) {
             return Err(StoreError::new(
                 StoreErrorKind::Closed,
                 "the memory store was closed",
             ));
         }
-        Ok((self.data(), self.shared.options.clock.now()))
+        Ok((data, self.shared.options.clock.now()))
     }
 
     fn data(&self) -> MutexGuard<'_, Data> {
@@ -344,8 +347,9 @@ impl Store for MemoryStore {
     }
 
     async fn close(&self) -> Result<(), StoreError> {
+        let mut data = self.data();
         self.instance.closed.store(true, Ordering::Release);
-        self.data().leases.give_up(self.owner());
+        data.leases.give_up(self.owner());
         Ok(())
     }
 }

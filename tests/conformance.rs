@@ -1,0 +1,142 @@
+//! Every store keeps the whole contract, and a store that breaks a number fails that number.
+
+use std::time::Duration;
+
+use tower_idempotency::{
+    AnyStore, MemoryStore, store_conformance,
+    testing::{FakeClock, conformance::Harness},
+};
+
+mod broken;
+
+/// One set of records in memory, on a clock that stands still.
+struct Memory {
+    clock: FakeClock,
+    store: MemoryStore,
+}
+
+impl Memory {
+    fn small_store(&self) -> MemoryStore {
+        let options = MemoryStore::options().clock(self.clock.clone());
+        options.max_records(40).build()
+    }
+}
+
+impl Harness for Memory {
+    type Store = MemoryStore;
+
+    async fn new() -> Self {
+        let clock = FakeClock::new();
+        let store = MemoryStore::options().clock(clock.clone()).build();
+        Self { clock, store }
+    }
+
+    async fn open(&self) -> MemoryStore {
+        self.store.instance()
+    }
+
+    async fn advance(&self, by: Duration) {
+        self.clock.advance(by);
+    }
+
+    async fn small(&self) -> Option<MemoryStore> {
+        Some(self.small_store())
+    }
+}
+
+mod memory {
+    use super::*;
+
+    store_conformance!(Memory);
+}
+
+/// The limit on bytes keeps contract 23 as the limit on records does.
+mod memory_limited_in_bytes {
+    use tower_idempotency::testing::conformance;
+
+    use super::*;
+
+    struct Bytes(Memory);
+
+    impl Harness for Bytes {
+        type Store = MemoryStore;
+
+        async fn new() -> Self {
+            Self(Memory::new().await)
+        }
+
+        async fn open(&self) -> MemoryStore {
+            self.0.open().await
+        }
+
+        async fn advance(&self, by: Duration) {
+            self.0.advance(by).await;
+        }
+
+        async fn small(&self) -> Option<MemoryStore> {
+            let options = MemoryStore::options().clock(self.0.clock.clone());
+            Some(options.max_bytes(16 * 1024).build())
+        }
+    }
+
+    #[tokio::test]
+    async fn c23_a_full_store_refuses_new_claims_only() {
+        conformance::c23_a_full_store_refuses_new_claims_only::<Bytes>().await;
+    }
+}
+
+/// The memory store again, on the real clock: the suite keeps its own promise not to need a fake.
+mod memory_on_the_real_clock {
+    use super::*;
+
+    struct Real(MemoryStore);
+
+    impl Harness for Real {
+        type Store = MemoryStore;
+
+        const TICK: Duration = Duration::from_millis(200);
+        const REAL_CLOCK: bool = true;
+
+        async fn new() -> Self {
+            Self(MemoryStore::new())
+        }
+
+        async fn open(&self) -> MemoryStore {
+            self.0.instance()
+        }
+
+        async fn advance(&self, by: Duration) {
+            tokio::time::sleep(by).await;
+        }
+    }
+
+    store_conformance!(Real);
+}
+
+mod any_store {
+    use super::*;
+
+    struct Any(Memory);
+
+    impl Harness for Any {
+        type Store = AnyStore;
+
+        async fn new() -> Self {
+            Self(Memory::new().await)
+        }
+
+        async fn open(&self) -> AnyStore {
+            AnyStore::new(self.0.open().await)
+        }
+
+        async fn advance(&self, by: Duration) {
+            self.0.advance(by).await;
+        }
+
+        async fn small(&self) -> Option<AnyStore> {
+            Some(AnyStore::new(self.0.small_store()))
+        }
+    }
+
+    store_conformance!(Any);
+}
