@@ -1,0 +1,232 @@
+//! What the layer adds to a request, in process: `cargo bench --bench overhead`.
+//!
+//! Every variant is measured in every round, one after the other, so that a slow moment of the
+//! machine hits all of them; what is printed is the median over the rounds. All of it runs in a
+//! spawned task, as a server would run it: the thread of `block_on` is no worker, and each wake-up
+//! across threads would add what no server pays.
+//!
+//! The layer's own cost is measured around the whole router. `route_layer` boxes whatever layer it
+//! is given once more per route; the last rows show that beside a layer that does nothing.
+
+use std::{
+    convert::Infallible,
+    alloc::{GlobalAlloc, Layout, System},
+    hint::black_box,
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Router,
+    body::Body,
+    http::{HeaderValue, Method, Request, Response, StatusCode, header},
+    routing::{Route, post},
+};
+use bytes::Bytes;
+use sha2::{Digest, Sha256};
+use tower::{Layer, Service, layer::layer_fn};
+use tower_idempotency::{IdempotencyLayer, MemoryStore};
+
+const ROUNDS: usize = 41;
+const REQUESTS: usize = 5_000;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is handed on unchanged to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        unsafe { System.dealloc(memory, layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        unsafe { System.realloc(memory, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// A handler that does nothing but answer, as a real one would: status, two headers, a body.
+async fn charge(body: Bytes) -> Response<Body> {
+    black_box(&body);
+    let mut response = Response::new(Body::from(Bytes::from_static(
+        br#"{"charge_id":"ch_0001","status":"paid"}"#,
+    )));
+    *response.status_mut() = StatusCode::CREATED;
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(header::LOCATION, HeaderValue::from_static("/payments/ch_0001"));
+    response
+}
+
+fn bare_router() -> Router {
+    Router::new().route("/payments", post(charge).get(charge))
+}
+
+fn layer() -> IdempotencyLayer<MemoryStore> {
+    IdempotencyLayer::new(MemoryStore::new()).single_tenant()
+}
+
+fn request(method: Method, key: Option<HeaderValue>, body: &Bytes) -> Request<Body> {
+    let mut request = Request::new(Body::from(body.clone()));
+    *request.method_mut() = method;
+    *request.uri_mut() = axum::http::Uri::from_static("/payments");
+    let headers = request.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(header::HOST, HeaderValue::from_static("localhost"));
+    if let Some(key) = key {
+        headers.insert("idempotency-key", key);
+    }
+    request
+}
+
+/// Nanoseconds and allocations of one request.
+type Cost = (f64, f64);
+
+async fn run<S>(app: &mut S, requests: Vec<Request<Body>>, expect_replay: bool) -> Cost
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+{
+    let count = requests.len() as f64;
+    let allocations = ALLOCATIONS.load(Ordering::Relaxed);
+    let start = Instant::now();
+    for request in requests {
+        let response = app.call(request).await.expect("a router never fails");
+        assert_eq!(response.status(), StatusCode::CREATED);
+        assert_eq!(response.headers().contains_key("idempotent-replay"), expect_replay);
+        black_box(response);
+    }
+    let elapsed = start.elapsed();
+    let allocated = ALLOCATIONS.load(Ordering::Relaxed) - allocations;
+    (elapsed.as_nanos() as f64 / count, allocated as f64 / count)
+}
+
+fn sha256(body: &Bytes) -> f64 {
+    let start = Instant::now();
+    for _ in 0..REQUESTS {
+        black_box(Sha256::digest(black_box(body)));
+    }
+    start.elapsed().as_nanos() as f64 / REQUESTS as f64
+}
+
+fn median(mut costs: Vec<Cost>) -> Cost {
+    costs.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (nanos, _) = costs[costs.len() / 2];
+    costs.sort_by(|a, b| a.1.total_cmp(&b.1));
+    (nanos, costs[costs.len() / 2].1)
+}
+
+fn keys(round: usize) -> impl Iterator<Item = HeaderValue> {
+    (0..REQUESTS).map(move |at| {
+        HeaderValue::try_from(format!("7d0b5c1e-{round:04}-{at:08}-overhead")).expect("ASCII")
+    })
+}
+
+fn repeat(method: Method, key: Option<HeaderValue>, body: &Bytes) -> Vec<Request<Body>> {
+    let make = || request(method.clone(), key.clone(), body);
+    (0..REQUESTS).map(|_| make()).collect()
+}
+
+async fn measure(body: Bytes) {
+    let mut rows: [Vec<Cost>; 9] = Default::default();
+    let mut hash = Vec::new();
+    let key = HeaderValue::from_static("7d0b5c1e-replayed");
+    let gets = || repeat(Method::GET, None, &body);
+    let posts = || repeat(Method::POST, Some(key.clone()), &body);
+    let mut bare = bare_router();
+    let mut no_op = bare_router().route_layer(layer_fn(|route: Route| route));
+    for round in 0..ROUNDS {
+        // Stores of their own for each round, so that no round pays for the size of the others.
+        let mut around = layer().layer(bare_router());
+        let mut routed = bare_router().route_layer(layer());
+        let first = || keys(round).map(|key| request(Method::POST, Some(key), &body)).collect();
+        let once = || vec![request(Method::POST, Some(key.clone()), &body)];
+        run(&mut around, once(), false).await;
+        run(&mut routed, once(), false).await;
+        let costs = [
+            run(&mut bare, gets(), false).await,
+            run(&mut bare, posts(), false).await,
+            run(&mut around, gets(), false).await,
+            run(&mut around, first(), false).await,
+            run(&mut around, posts(), true).await,
+            run(&mut no_op, posts(), false).await,
+            run(&mut routed, gets(), false).await,
+            run(&mut routed, first(), false).await,
+            run(&mut routed, posts(), true).await,
+        ];
+        // The first round warms caches and allocator.
+        if round > 0 {
+            for (row, cost) in rows.iter_mut().zip(costs) {
+                row.push(cost);
+            }
+            hash.push((sha256(&body), 0.0));
+        }
+    }
+    let (hash, _) = median(hash);
+    println!("\nbody of {} bytes; SHA-256 of it {:.2} µs", body.len(), hash / 1e3);
+    print(rows.map(median), hash);
+}
+
+fn print(costs: [Cost; 9], hash: f64) {
+    let [bare_get, bare, get, first, replay, no_op, routed_get, routed_first, routed_replay] =
+        costs;
+    println!("| what | time | allocations | against | target | met |");
+    println!("| --- | --- | --- | --- | --- | --- |");
+    let row = |what: &str, cost: Cost, against: String, target: &str, met: &str| {
+        let (time, allocations) = (cost.0 / 1e3, cost.1);
+        println!("| {what} | {time:.2} µs | {allocations:.1} | {against} | {target} | {met} |");
+    };
+    let yes = |met: bool| if met { "yes" } else { "NO" };
+    row("bare router, GET", bare_get, String::new(), "", "");
+    row("bare router, POST", bare, String::new(), "", "");
+    let (ratio, allocations) = (get.0 / bare_get.0, get.1 - bare_get.1);
+    row(
+        "not covered (GET)",
+        get,
+        format!("{ratio:.2} ×, {allocations:+.1} allocations"),
+        "≤ 1.05 ×, no allocation",
+        yes(ratio <= 1.05 && allocations <= 0.0),
+    );
+    let added = first.0 - bare.0;
+    row(
+        "first request",
+        first,
+        format!("+ {:.2} µs", added / 1e3),
+        "≤ + 3 µs + SHA-256",
+        yes(added <= 3_000.0 + hash),
+    );
+    let ratio = replay.0 / bare.0;
+    row("replay", replay, format!("{ratio:.2} ×"), "≤ 1.25 ×", yes(ratio <= 1.25));
+    row("bare router with a no-op `route_layer`", no_op, String::new(), "", "");
+    let against = |cost: Cost| format!("{:+.2} µs", (cost.0 - no_op.0) / 1e3);
+    row("`route_layer`: not covered", routed_get, against(routed_get), "", "");
+    row("`route_layer`: first request", routed_first, against(routed_first), "", "");
+    row("`route_layer`: replay", routed_replay, against(routed_replay), "", "");
+}
+
+fn main() {
+    // `cargo test --benches` passes this; there is nothing to measure then.
+    if std::env::args().any(|arg| arg == "--test") {
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    runtime.block_on(async {
+        for size in [200, 4096] {
+            let body = Bytes::from(vec![b'x'; size]);
+            tokio::spawn(measure(body)).await.expect("no panic");
+        }
+    });
+    runtime.shutdown_timeout(Duration::from_secs(1));
+}

@@ -1,0 +1,300 @@
+//! What the tests share: a world with a store and a clock, a handler with an effect, requests,
+//! a server on TCP and a client that can misbehave on the wire.
+#![allow(dead_code)] // Each test file uses its own part of this.
+
+pub mod wire;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    body::Body,
+    extract::State,
+    http::{HeaderMap, Request, Response, StatusCode},
+    routing::any,
+};
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use tokio::sync::Semaphore;
+use tower::ServiceExt;
+use tower_idempotency::{
+    AnyStore, IdempotencyKey, IdempotencyLayer, IdempotentResponse, MemoryStore, Record, RecordId,
+    Scope,
+    store::Inspect,
+    testing::{FakeClock, FaultyStore},
+};
+
+pub type TestStore = FaultyStore<AnyStore>;
+
+/// Data that any number of store instances can be opened on, all judged by one clock.
+pub struct World {
+    pub clock: FakeClock,
+    data: Data,
+}
+
+enum Data {
+    Memory(MemoryStore),
+    Sqlite(tempfile::TempDir),
+}
+
+impl World {
+    pub fn memory() -> Self {
+        let clock = FakeClock::new();
+        let store = MemoryStore::options().clock(clock.clone()).build();
+        let data = Data::Memory(store);
+        Self { clock, data }
+    }
+
+    pub fn sqlite() -> Self {
+        let clock = FakeClock::new();
+        let data = Data::Sqlite(tempfile::tempdir().unwrap());
+        Self { clock, data }
+    }
+
+    /// Another instance on the same data, as another process would have.
+    pub async fn open(&self) -> TestStore {
+        FaultyStore::new(match &self.data {
+            Data::Memory(store) => AnyStore::new(store.instance()),
+            Data::Sqlite(folder) => AnyStore::new(
+                tower_idempotency::SqliteStore::options(folder.path().join("idempotency.db"))
+                    .clock(self.clock.clone())
+                    .open()
+                    .await
+                    .unwrap(),
+            ),
+        })
+    }
+
+    /// The SQLite file, where there is one.
+    pub fn file(&self) -> Option<std::path::PathBuf> {
+        match &self.data {
+            Data::Memory(_) => None,
+            Data::Sqlite(folder) => Some(folder.path().join("idempotency.db")),
+        }
+    }
+}
+
+/// Writes one test per store: `every_store! { async fn name(world: World) { … } }` becomes
+/// `name::memory` and `name::sqlite`.
+#[macro_export]
+macro_rules! every_store {
+    ($($(#[$meta:meta])* async fn $name:ident($world:ident: World) $body:block)*) => { $(
+        mod $name {
+            #[allow(unused_imports)]
+            use super::*;
+
+            async fn check($world: $crate::support::World) $body
+
+            $(#[$meta])*
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn memory() {
+                check($crate::support::World::memory()).await;
+            }
+
+            $(#[$meta])*
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn sqlite() {
+                check($crate::support::World::sqlite()).await;
+            }
+        }
+    )* };
+}
+
+/// A handler with an effect that is counted, and a gate that holds it after the effect.
+#[derive(Clone)]
+pub struct Handler {
+    effects: Arc<AtomicUsize>,
+    gate: Arc<Semaphore>,
+    answer: Arc<dyn Fn(Seen) -> Response<Body> + Send + Sync>,
+}
+
+/// What the handler is asked.
+pub struct Seen {
+    /// Which run this is over all keys, from 1.
+    pub run: usize,
+    pub method: axum::http::Method,
+    pub uri: axum::http::Uri,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+impl Handler {
+    /// Answers 201 with a body that names the run, so that no two runs answer alike.
+    pub fn new() -> Self {
+        Self::answering(|seen| {
+            Response::builder()
+                .status(StatusCode::CREATED)
+                .header("location", format!("/charges/{}", seen.run))
+                .header("content-type", "application/json")
+                .body(Body::from(format!("{{\"charge\":{}}}", seen.run)))
+                .unwrap()
+        })
+    }
+
+    pub fn answering(answer: impl Fn(Seen) -> Response<Body> + Send + Sync + 'static) -> Self {
+        Self {
+            effects: Arc::default(),
+            gate: Arc::new(Semaphore::new(Semaphore::MAX_PERMITS)),
+            answer: Arc::new(answer),
+        }
+    }
+
+    /// `h`: how often the effect happened.
+    pub fn effects(&self) -> usize {
+        self.effects.load(Ordering::SeqCst)
+    }
+
+    /// From now on every run stops right after its effect, until [`open_gate`](Self::open_gate).
+    pub fn close_gate(&self) {
+        self.gate.forget_permits(Semaphore::MAX_PERMITS);
+    }
+
+    pub fn open_gate(&self) {
+        self.gate.add_permits(Semaphore::MAX_PERMITS);
+    }
+
+    /// Waits until the effect has happened so often.
+    pub async fn reached(&self, effects: usize) {
+        eventually("the handler to be reached", || self.effects() >= effects).await;
+    }
+
+    /// A router that answers every path and method with this handler, behind nothing.
+    pub fn router(&self) -> Router {
+        Router::new()
+            .route("/", any(handle))
+            .route("/{*path}", any(handle))
+            .with_state(self.clone())
+    }
+
+    /// The same behind a layer.
+    pub fn behind<S>(&self, layer: IdempotencyLayer<S>) -> Router
+    where
+        S: tower_idempotency::store::Store + tower_idempotency::store::Checkpoints,
+    {
+        self.router().route_layer(layer)
+    }
+}
+
+async fn handle(State(handler): State<Handler>, request: Request<Body>) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    let run = handler.effects.fetch_add(1, Ordering::SeqCst) + 1;
+    handler.gate.acquire().await.unwrap().forget();
+    handler.gate.add_permits(1);
+    (handler.answer)(Seen {
+        run,
+        method: head.method,
+        uri: head.uri,
+        headers: head.headers,
+        body,
+    })
+}
+
+/// A keyed JSON POST to `/charges`.
+pub fn post(key: &str, body: impl Into<Body>) -> Request<Body> {
+    request("POST", "/charges", Some(key), body)
+}
+
+pub fn request(
+    method: &str,
+    uri: &str,
+    key: Option<&str>,
+    body: impl Into<Body>,
+) -> Request<Body> {
+    let mut request = Request::builder()
+        .method(method)
+        .uri(uri)
+        .header("content-type", "application/json");
+    if let Some(key) = key {
+        request = request.header("idempotency-key", key);
+    }
+    request.body(body.into()).unwrap()
+}
+
+/// A response, read to its end.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+    pub replay: bool,
+}
+
+impl Answer {
+    pub async fn of(response: Response<Body>) -> Self {
+        let replay = response.is_replay();
+        let (head, body) = response.into_parts();
+        Self {
+            status: head.status,
+            headers: head.headers,
+            body: body.collect().await.unwrap().to_bytes(),
+            replay,
+        }
+    }
+
+    /// The problem's `code`; empty where the body is no problem document.
+    pub fn code(&self) -> String {
+        self.json()["code"].as_str().unwrap_or_default().to_owned()
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).map(|value| value.to_str().unwrap())
+    }
+
+    /// Status and code in one, for short assertions: `(409, "idempotency_in_flight")`.
+    pub fn said(&self) -> (u16, String) {
+        (self.status.as_u16(), self.code())
+    }
+
+    /// Asserts that this is the replay of `first`: status, headers (what is never kept aside),
+    /// body bytes, and the marker that the first answer must not have.
+    #[track_caller]
+    pub fn assert_replays(&self, first: &Answer) {
+        assert!(!first.headers.contains_key("idempotent-replay"), "the first answer is marked");
+        assert_eq!(self.header("idempotent-replay"), Some("true"), "the replay is not marked: {self:?}");
+        assert!(self.replay);
+        assert_eq!(self.status, first.status);
+        assert_eq!(self.body, first.body);
+        for name in first.headers.keys() {
+            if ["date", "content-length", "transfer-encoding", "connection"].contains(&name.as_str()) {
+                continue;
+            }
+            let values = |headers: &HeaderMap| -> Vec<_> {
+                headers.get_all(name).iter().cloned().collect()
+            };
+            assert_eq!(values(&self.headers), values(&first.headers), "header {name}");
+        }
+    }
+}
+
+/// Sends one request straight into a router.
+pub async fn send(app: &Router, request: Request<Body>) -> Answer {
+    Answer::of(app.clone().oneshot(request).await.unwrap()).await
+}
+
+/// The record of an unscoped key.
+pub async fn record(store: &TestStore, key: &str) -> Option<Record> {
+    let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
+    store.inner().get(&id).await.unwrap()
+}
+
+/// Looks every few milliseconds, for at most ten seconds.
+pub async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    for _ in 0..5_000 {
+        if is_so() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    panic!("waited in vain for {what}");
+}
