@@ -38,4 +38,6 @@ pub use retention::{Retain, Retention, Streamed};
 pub use scope::{MAX_SCOPE_LEN, Scope};
 pub use service::{IdempotencyService, ResponseFuture};
 pub use status::{IdempotencyStatus, IdempotentResponse};
+#[cfg(feature = "sqlite")]
+pub use store::SqliteStore;
 pub use store::{AnyStore, MemoryStore};

@@ -49,10 +49,11 @@ impl Clock for SystemClock {
 }
 
 /// The machine's wall clock, which all processes on it share.
-#[cfg_attr(not(feature = "sqlite"), expect(dead_code))]
+#[cfg(feature = "sqlite")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WallClock;
 
+#[cfg(feature = "sqlite")]
 impl Clock for WallClock {
     fn now(&self) -> Timestamp {
         wall_now()

@@ -86,8 +86,12 @@
 
 mod any;
 mod clock;
+#[cfg(feature = "sqlite")]
+mod group;
 mod memory;
 pub(crate) mod protocol;
+#[cfg(feature = "sqlite")]
+mod sqlite;
 
 use std::{fmt, future::Future, sync::Arc, time::Duration};
 
@@ -99,6 +103,8 @@ pub use self::{
     clock::{Clock, SystemClock},
     memory::{MemoryStore, MemoryStoreOptions},
 };
+#[cfg(feature = "sqlite")]
+pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
 use crate::record::{Fingerprint, Mode, Record, RecordId, Scheme, Token};
 
 /// The path every request takes. The contract is in the [module documentation](self).

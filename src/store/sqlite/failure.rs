@@ -1,0 +1,86 @@
+//! What SQLite's result codes mean for a store (<https://www.sqlite.org/rescode.html>).
+
+use std::sync::Arc;
+
+use crate::store::{
+    StoreErrorKind,
+    group::{Failure, Reach},
+};
+
+pub(super) fn failure(kind: StoreErrorKind, reach: Reach, message: &'static str) -> Failure {
+    Failure {
+        kind,
+        message,
+        source: None,
+        reach,
+    }
+}
+
+impl From<sqlx::Error> for Failure {
+    fn from(error: sqlx::Error) -> Self {
+        use StoreErrorKind::{Corrupt, Invalid, Schema, Unavailable};
+        let (kind, reach, message) = match primary_code(&error) {
+            Some(5 | 6) => (
+                Unavailable,
+                Reach::Lock,
+                "another process held the SQLite database locked for all of busy_timeout; shorten its transactions or raise busy_timeout",
+            ),
+            // Too big, against a constraint, of another type: only this value is refused.
+            Some(18..=20) => (
+                Invalid,
+                Reach::Value,
+                "SQLite refused the value: it is too large, or a constraint or trigger was added to the table",
+            ),
+            Some(1) => (
+                Schema,
+                Reach::Connection,
+                "the SQLite tables were changed or removed; restore them, or open another file",
+            ),
+            Some(3 | 8 | 23) => (
+                Schema,
+                Reach::Connection,
+                "the SQLite database may not be written; check the permissions of the file and of its directory",
+            ),
+            Some(26) => (
+                Schema,
+                Reach::Connection,
+                "the file is not an SQLite database; choose another path",
+            ),
+            Some(11) => (
+                Corrupt,
+                Reach::Connection,
+                "the SQLite database file is damaged; restore it from a backup",
+            ),
+            Some(13) => (
+                Unavailable,
+                Reach::Connection,
+                "the disk of the SQLite database is full; make room",
+            ),
+            Some(14) => (
+                Unavailable,
+                Reach::Connection,
+                "the SQLite database cannot be opened; check that its directory exists and may be written",
+            ),
+            Some(_) => (
+                Unavailable,
+                Reach::Connection,
+                "SQLite could not read or write its file",
+            ),
+            None => (
+                Unavailable,
+                Reach::Connection,
+                "the SQLite connection failed",
+            ),
+        };
+        Self {
+            source: Some(Arc::new(error)),
+            ..failure(kind, reach, message)
+        }
+    }
+}
+
+/// The primary result code: the low byte of the extended one.
+fn primary_code(error: &sqlx::Error) -> Option<i32> {
+    let code = error.as_database_error()?.code()?;
+    Some(code.parse::<i32>().ok()? & 0xff)
+}

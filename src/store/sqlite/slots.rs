@@ -1,0 +1,218 @@
+//! The records of a transaction: read together, changed in memory, written together.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    error::Error,
+    sync::Arc,
+    time::Duration,
+};
+
+use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
+
+use super::statements::{
+    CLEAR_CHECKPOINTS, DELETE, INSERT, LOAD, REPLACE, Repeated, SETTLE, Statement, bind_id,
+    bind_outcome, bind_record, decode, decode_id,
+};
+use crate::{
+    record::{Owner, Record, RecordId, Timestamp},
+    store::{StoreError, StoreErrorKind, group::Failure, protocol::Leases},
+};
+
+/// A record as it was found, and as the operations have left it so far.
+#[derive(Default)]
+pub(super) struct Slot {
+    row: Option<i64>,
+    record: Option<Record>,
+    /// Why the row cannot be understood. Whoever asks for it is told; it can only be forgotten.
+    damage: Option<Arc<dyn Error + Send + Sync>>,
+    has_checkpoints: bool,
+    clear_checkpoints: bool,
+    changed: bool,
+    claimed: bool,
+}
+
+impl Slot {
+    pub(super) fn record(&self) -> Result<Option<&Record>, StoreError> {
+        match &self.damage {
+            None => Ok(self.record.as_ref()),
+            Some(damage) => Err(StoreError::new(
+                StoreErrorKind::Corrupt,
+                "a stored record cannot be read: it was damaged or changed by hand; forget it once its effect is known",
+            )
+            .with_source(damage.clone())),
+        }
+    }
+
+    /// Has the protocol change the record; answers too by how much the number of records changed.
+    pub(super) fn change<A>(
+        &mut self,
+        operation: impl FnOnce(Option<Record>, bool) -> (Option<Record>, A),
+    ) -> Result<(A, i64), StoreError> {
+        let before = self.record()?.cloned();
+        let (after, answer) = operation(before.clone(), self.has_checkpoints);
+        self.changed |= after != before;
+        self.record = after;
+        let added = i64::from(self.record.is_some()) - i64::from(before.is_some());
+        Ok((answer, added))
+    }
+
+    /// Removes the record, even one that cannot be understood.
+    pub(super) fn forget(&mut self) -> i64 {
+        let existed = self.record.is_some() || self.damage.is_some();
+        self.clear_checkpoints();
+        self.record = None;
+        self.damage = None;
+        self.changed |= existed;
+        -i64::from(existed)
+    }
+
+    /// The record is over, and what was saved under it.
+    pub(super) fn clear_checkpoints(&mut self) {
+        self.clear_checkpoints |= self.has_checkpoints;
+        self.has_checkpoints = false;
+    }
+
+    /// A claim was won: all of the record may be new, not only its outcome.
+    pub(super) fn claimed(&mut self) {
+        self.claimed = true;
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Slots(HashMap<RecordId, Slot>);
+
+impl Slots {
+    /// Reads records and the leases of their owners.
+    pub(super) async fn load(
+        connection: &mut SqliteConnection,
+        ids: impl Iterator<Item = &RecordId>,
+        leases: &mut Leases,
+    ) -> Result<Self, Failure> {
+        let mut slots = Self::default();
+        let mut distinct = Vec::new();
+        for id in ids {
+            if let Entry::Vacant(vacant) = slots.0.entry(id.clone()) {
+                vacant.insert(Slot::default());
+                distinct.push(id);
+            }
+        }
+        for (text, part) in LOAD.over(&distinct) {
+            let query = part
+                .iter()
+                .fold(sqlx::query(text), |query, id| bind_id(query, id));
+            for row in query.fetch_all(&mut *connection).await? {
+                slots.take_in(&row, leases)?;
+            }
+        }
+        Ok(slots)
+    }
+
+    fn take_in(&mut self, row: &SqliteRow, leases: &mut Leases) -> Result<(), Failure> {
+        let id = decode_id(row)?;
+        let slot = self.of(&id);
+        slot.row = Some(row.try_get(0)?);
+        slot.has_checkpoints = row.try_get(19)?;
+        match decode(row, id) {
+            Ok(record) => {
+                if let Some(alive_until) = row.try_get(18)? {
+                    leases.extend_to(record.owner, alive_until);
+                }
+                slot.record = Some(record);
+            }
+            Err(damage) => slot.damage = Some(damage.into()),
+        }
+        Ok(())
+    }
+
+    pub(super) fn of(&mut self, id: &RecordId) -> &mut Slot {
+        self.0.entry(id.clone()).or_default()
+    }
+
+    /// Writes what has changed.
+    pub(super) async fn store(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
+        let mut changes = Changes::default();
+        for slot in self.0.values().filter(|slot| slot.changed) {
+            changes.add(slot);
+        }
+        changes.write(connection).await
+    }
+}
+
+/// Changes by the statement that writes them.
+#[derive(Default)]
+struct Changes<'a> {
+    delete: Vec<i64>,
+    clear_checkpoints: Vec<i64>,
+    insert: Vec<&'a Record>,
+    replace: Vec<(i64, &'a Record)>,
+    settle: Vec<(i64, &'a Record)>,
+}
+
+impl<'a> Changes<'a> {
+    fn add(&mut self, slot: &'a Slot) {
+        match (slot.row, &slot.record) {
+            (None, None) => {}
+            (None, Some(record)) => self.insert.push(record),
+            (Some(row), None) => self.delete.push(row),
+            (Some(row), Some(record)) => {
+                if slot.clear_checkpoints {
+                    self.clear_checkpoints.push(row);
+                }
+                match slot.claimed {
+                    true => self.replace.push((row, record)),
+                    false => self.settle.push((row, record)),
+                }
+            }
+        }
+    }
+
+    async fn write(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
+        execute(connection, &DELETE, &self.delete, |query, row| {
+            query.bind(*row)
+        })
+        .await?;
+        execute(
+            connection,
+            &CLEAR_CHECKPOINTS,
+            &self.clear_checkpoints,
+            |query, row| query.bind(*row),
+        )
+        .await?;
+        execute(connection, &INSERT, &self.insert, |query, record| {
+            bind_record(bind_id(query, &record.id), record)
+        })
+        .await?;
+        execute(
+            connection,
+            &REPLACE,
+            &self.replace,
+            |query, (row, record)| bind_record(query, record).bind(*row),
+        )
+        .await?;
+        execute(connection, &SETTLE, &self.settle, |query, (row, record)| {
+            bind_outcome(query, record).bind(*row)
+        })
+        .await
+    }
+}
+
+/// Executes the statement for each of the items.
+async fn execute<T>(
+    connection: &mut SqliteConnection,
+    statement: &Repeated,
+    items: &[T],
+    bind: impl for<'q> Fn(Statement<'q>, &T) -> Statement<'q>,
+) -> Result<(), Failure> {
+    for (text, part) in statement.over(items) {
+        let query = part.iter().fold(sqlx::query(text), &bind);
+        query.execute(&mut *connection).await?;
+    }
+    Ok(())
+}
+
+impl Leases {
+    /// Extends a lease to this time, in microseconds since the Unix epoch, as it is stored.
+    pub(super) fn extend_to(&mut self, owner: Owner, alive_until: i64) {
+        self.extend(owner, Duration::ZERO, Timestamp::from_micros(alive_until));
+    }
+}

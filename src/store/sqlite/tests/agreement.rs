@@ -1,0 +1,311 @@
+//! Random sequences of operations by two instances: every answer of the SQLite store must be the
+//! protocol's, which the memory store runs directly.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll, Waker},
+};
+
+use super::*;
+use crate::{
+    MemoryStore,
+    record::{Mode, Token},
+    store::MemoryStoreOptions,
+};
+
+/// SplitMix64 (Steele, Lea, Flood 2014): enough to choose steps by, and the same everywhere.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        usize::try_from((z ^ (z >> 31)) % sides as u64).unwrap()
+    }
+
+    fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
+        &from[self.roll(from.len())]
+    }
+
+    /// Few values, so that deadlines meet exactly.
+    fn duration(&mut self) -> Duration {
+        Duration::from_millis(*self.pick(&[1, 10, 20, 50, 100]))
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Claim(ClaimRequest),
+    Complete(Ticket, Completion, Lifetimes),
+    Release(Ticket, Duration),
+    Abandon(Ticket),
+    Renew(Vec<Ticket>, Duration),
+    Purge(usize),
+    Get(RecordId),
+    Forget(RecordId),
+    Counts,
+    Abandoned(Option<Record>, usize),
+    Save(Ticket, String, Bytes),
+    Load(Ticket),
+}
+
+#[derive(Debug, PartialEq)]
+enum Answer {
+    Claim(Claim),
+    Settled(Settled),
+    Renewed(Vec<Settled>),
+    Purged(usize),
+    Record(Option<Record>),
+    Forgotten(bool),
+    Counts(Counts),
+    Records(Vec<Record>),
+    Loaded(Option<Vec<Checkpoint>>),
+    Refused(StoreErrorKind),
+}
+
+/// Owners are random, and their effect shows in the answers anyway.
+fn unowned(mut record: Record) -> Record {
+    record.owner = Owner::from_bytes([0; 16]);
+    record
+}
+
+async fn carry_out(store: &(impl Inspect + Checkpoints), step: Step) -> Answer {
+    let answer = match step {
+        Step::Claim(request) => store.claim(request).await.map(|claim| match claim {
+            Claim::Completed(record) => Answer::Claim(Claim::Completed(unowned(record))),
+            claim => Answer::Claim(claim),
+        }),
+        Step::Complete(ticket, done, lifetimes) => {
+            let settled = store.complete(&ticket, done, lifetimes).await;
+            settled.map(Answer::Settled)
+        }
+        Step::Release(ticket, ttl) => store.release(&ticket, ttl).await.map(Answer::Settled),
+        Step::Abandon(ticket) => store.abandon(&ticket).await.map(Answer::Settled),
+        Step::Renew(tickets, lease) => store.renew(&tickets, lease).await.map(Answer::Renewed),
+        Step::Purge(limit) => store.purge(limit).await.map(Answer::Purged),
+        Step::Get(id) => {
+            let found = store.get(&id).await;
+            found.map(|record| Answer::Record(record.map(unowned)))
+        }
+        Step::Forget(id) => store.forget(&id).await.map(Answer::Forgotten),
+        Step::Counts => store.counts().await.map(Answer::Counts),
+        Step::Abandoned(after, limit) => {
+            let page = store.abandoned(after.as_ref(), limit).await;
+            page.map(|page| Answer::Records(page.into_iter().map(unowned).collect()))
+        }
+        Step::Save(ticket, name, value) => {
+            store.save(&ticket, &name, value).await.map(Answer::Settled)
+        }
+        Step::Load(ticket) => store.load(&ticket).await.map(Answer::Loaded),
+    };
+    answer.unwrap_or_else(|error| Answer::Refused(error.kind()))
+}
+
+struct Game {
+    dice: Dice,
+    /// Whether expired records are purged as soon as they are. The memory store removes some of
+    /// them by itself, which late tickets would notice: without purges they are left out.
+    tidy: bool,
+    ids: Vec<RecordId>,
+    tickets: Vec<Ticket>,
+    seen: Vec<Record>,
+}
+
+impl Game {
+    fn new(seed: u64) -> Self {
+        let id =
+            |scope: &str, key: &str| RecordId::new(Scope::new(scope), IdempotencyKey::new(key));
+        Self {
+            dice: Dice(seed),
+            tidy: seed.is_multiple_of(2),
+            ids: vec![id("a", "bc"), id("ab", "c"), id("", "\0")],
+            tickets: vec![request("never claimed").ticket(1)],
+            seen: Vec::new(),
+        }
+    }
+
+    fn step(&mut self) -> Step {
+        let ticket = self.ticket();
+        match self.dice.roll(20) {
+            0..=6 => Step::Claim(self.claim()),
+            7..=9 => Step::Complete(ticket, self.completion(), self.lifetimes()),
+            10 | 11 => Step::Release(ticket, self.dice.duration()),
+            12 => Step::Abandon(ticket),
+            13 => {
+                let tickets = (0..self.dice.roll(4)).map(|_| self.ticket()).collect();
+                Step::Renew(tickets, self.dice.duration())
+            }
+            14 => Step::Get(self.dice.pick(&self.ids).clone()),
+            15 if self.dice.roll(3) == 0 => Step::Forget(self.dice.pick(&self.ids).clone()),
+            15 | 16 => {
+                let long = "n".repeat(65);
+                let name = *self.dice.pick(&["one", "two", "", &long]);
+                Step::Save(ticket, name.into(), vec![self.dice.roll(9) as u8; 3].into())
+            }
+            17 => Step::Load(ticket),
+            18 => Step::Counts,
+            _ => {
+                let after = (!self.seen.is_empty()).then(|| self.dice.pick(&self.seen).clone());
+                Step::Abandoned(
+                    after.filter(|_| self.dice.roll(2) == 0),
+                    1 + self.dice.roll(3),
+                )
+            }
+        }
+    }
+
+    /// Mostly one of the latest.
+    fn ticket(&mut self) -> Ticket {
+        let latest = self.tickets.len().saturating_sub(4);
+        let from = if self.dice.roll(4) == 0 { 0 } else { latest };
+        self.dice.pick(&self.tickets[from..]).clone()
+    }
+
+    fn claim(&mut self) -> ClaimRequest {
+        let id = self.dice.pick(&self.ids).clone();
+        let number = self.dice.roll(100);
+        let fingerprint = Fingerprint::from_bytes([number as u8; 32]);
+        let mut claim = ClaimRequest::new(id, "random", fingerprint);
+        claim.request_id = (self.dice.roll(2) == 0).then(|| format!("request {number}").into());
+        claim.mode = *self.dice.pick(&[Mode::Plain, Mode::Transactional]);
+        claim.lease = self.dice.duration();
+        claim.max_run = self.dice.duration() * 2;
+        claim.abandoned_ttl = (self.dice.roll(3) == 0).then(|| self.dice.duration());
+        claim.token = match self.dice.roll(6) {
+            0 => self.ticket().token,
+            _ => Token::random(),
+        };
+        let same = self
+            .tickets
+            .iter()
+            .rev()
+            .find(|ticket| ticket.id == claim.id);
+        claim.replaces = match self.dice.roll(4) {
+            0 => None,
+            1 => Some(self.ticket().token),
+            _ => same.map(|ticket| ticket.token),
+        };
+        claim
+    }
+
+    fn completion(&mut self) -> Completion {
+        match self.dice.roll(3) {
+            0 => Completion::tombstone(StatusCode::NO_CONTENT),
+            n => Completion::retained(StatusCode::OK, vec![n as u8; 20].into()),
+        }
+    }
+
+    fn lifetimes(&mut self) -> Lifetimes {
+        let lifetimes = Lifetimes::new(self.dice.duration() * 2);
+        match self.dice.roll(2) {
+            0 => lifetimes,
+            _ => lifetimes.response_ttl(self.dice.duration()),
+        }
+    }
+
+    /// Whether both stores must agree on this step.
+    async fn is_fair(&self, step: &Step, memory: &MemoryStore) -> bool {
+        let tickets = match step {
+            Step::Complete(ticket, ..)
+            | Step::Release(ticket, _)
+            | Step::Abandon(ticket)
+            | Step::Save(ticket, ..)
+            | Step::Load(ticket) => std::slice::from_ref(ticket),
+            Step::Renew(tickets, _) => tickets,
+            _ => &[],
+        };
+        for ticket in tickets {
+            if !self.tidy && memory.get(&ticket.id).await.unwrap().is_none() {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn learn(&mut self, answer: &Answer) {
+        match answer {
+            Answer::Claim(Claim::Won(ticket)) => self.tickets.push(ticket.clone()),
+            Answer::Records(records) => self.seen.extend(records.iter().cloned()),
+            _ => {}
+        }
+    }
+}
+
+/// Queues all steps before the first is carried out, so that they share transactions.
+async fn carry_out_together(store: &SqliteStore, steps: Vec<Step>) -> Vec<Answer> {
+    let mut running: Vec<Pin<Box<dyn Future<Output = Answer> + '_>>> = Vec::new();
+    let mut done = Vec::new();
+    for step in steps {
+        let mut answer: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(carry_out(store, step));
+        let polled = answer
+            .as_mut()
+            .poll(&mut Context::from_waker(Waker::noop()));
+        assert!(matches!(polled, Poll::Pending));
+        running.push(answer);
+    }
+    for answer in running {
+        done.push(answer.await);
+    }
+    done
+}
+
+async fn play(seed: u64, memory: &[MemoryStore; 2], sqlite: &[SqliteStore; 2], hand: &Hand) {
+    let mut game = Game::new(seed);
+    for _ in 0..14 {
+        hand.advance(game.dice.duration() - Duration::from_millis(1));
+        let at = game.dice.roll(2);
+        if game.tidy {
+            let purge = Step::Purge(usize::MAX);
+            let expected = carry_out(&memory[at], purge.clone()).await;
+            assert_eq!(carry_out(&sqlite[at], purge).await, expected, "seed {seed}");
+        }
+        let (mut steps, mut expected) = (Vec::new(), Vec::new());
+        for _ in 0..=game.dice.roll(8) {
+            let step = game.step();
+            if !game.is_fair(&step, &memory[at]).await {
+                continue;
+            }
+            let alone = matches!(step, Step::Counts | Step::Abandoned(..));
+            if alone && !steps.is_empty() {
+                break;
+            }
+            let answer = carry_out(&memory[at], step.clone()).await;
+            game.learn(&answer);
+            steps.push(step);
+            expected.push(answer);
+            if alone {
+                break;
+            }
+        }
+        let answers = carry_out_together(&sqlite[at], steps.clone()).await;
+        for ((step, answer), expected) in steps.iter().zip(answers).zip(expected) {
+            assert_eq!(answer, expected, "seed {seed}: {step:?}");
+        }
+    }
+    for id in &game.ids {
+        memory[0].forget(id).await.unwrap();
+        sqlite[0].forget(id).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn every_answer_is_the_protocols() {
+    for start in 0..8 {
+        let (_directory, path) = place();
+        let hand = Hand::default();
+        let memory: MemoryStoreOptions = MemoryStore::options().clock(hand.clone());
+        let memory = memory.build();
+        let memory = [memory.clone(), memory.instance()];
+        let options = SqliteStore::options(&path).clock(hand.clone());
+        let sqlite = [
+            options.clone().open().await.unwrap(),
+            options.open().await.unwrap(),
+        ];
+        for seed in start * 32..(start + 1) * 32 {
+            play(seed, &memory, &sqlite, &hand).await;
+        }
+    }
+}
