@@ -194,7 +194,7 @@ impl Database {
     }
 
     /// Executes a statement that may have to wait for the lock.
-    pub(super) async fn patiently(
+    async fn patiently(
         &self,
         connection: &mut SqliteConnection,
         statement: &'static str,

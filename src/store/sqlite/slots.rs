@@ -10,7 +10,7 @@ use std::{
 use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
 
 use super::statements::{
-    CLEAR_CHECKPOINTS, DELETE, INSERT, LOAD, REPLACE, Repeated, SETTLE, Statement, bind_id,
+    CLEAR_CHECKPOINTS, COMMIT, DELETE, INSERT, REPLACE, SETTLE, Statement, Written, bind_id,
     bind_outcome, bind_record, decode, decode_id,
 };
 use crate::{
@@ -82,65 +82,75 @@ impl Slot {
 pub(super) struct Slots(HashMap<RecordId, Slot>);
 
 impl Slots {
-    /// Reads records and the leases of their owners.
-    pub(super) async fn load(
-        connection: &mut SqliteConnection,
-        ids: impl Iterator<Item = &RecordId>,
-        leases: &mut Leases,
-    ) -> Result<Self, Failure> {
-        let mut slots = Self::default();
+    /// Room for these records, and each of their names once.
+    pub(super) fn of<'a>(ids: impl Iterator<Item = &'a RecordId>) -> (Self, Vec<&'a RecordId>) {
+        let mut slots = HashMap::new();
         let mut distinct = Vec::new();
         for id in ids {
-            if let Entry::Vacant(vacant) = slots.0.entry(id.clone()) {
+            if let Entry::Vacant(vacant) = slots.entry(id.clone()) {
                 vacant.insert(Slot::default());
                 distinct.push(id);
             }
         }
-        for (text, part) in LOAD.over(&distinct) {
-            let query = part
-                .iter()
-                .fold(sqlx::query(text), |query, id| bind_id(query, id));
-            for row in query.fetch_all(&mut *connection).await? {
-                slots.take_in(&row, leases)?;
-            }
-        }
-        Ok(slots)
+        (Self(slots), distinct)
     }
 
-    fn take_in(&mut self, row: &SqliteRow, leases: &mut Leases) -> Result<(), Failure> {
-        let id = decode_id(row)?;
-        let slot = self.of(&id);
-        slot.row = Some(row.try_get(0)?);
-        slot.has_checkpoints = row.try_get(19)?;
-        match decode(row, id) {
-            Ok(record) => {
-                if let Some(alive_until) = row.try_get(18)? {
-                    leases.extend_to(record.owner, alive_until);
+    /// Takes in records and the leases of their owners.
+    pub(super) fn take_in(
+        &mut self,
+        rows: &[SqliteRow],
+        leases: &mut Leases,
+    ) -> Result<(), Failure> {
+        for row in rows {
+            let id = decode_id(row)?;
+            let slot = self.slot(&id);
+            slot.row = Some(row.try_get(0)?);
+            slot.has_checkpoints = row.try_get(19)?;
+            match decode(row, id) {
+                Ok(record) => {
+                    if let Some(alive_until) = row.try_get(18)? {
+                        leases.extend_to(record.owner, alive_until);
+                    }
+                    slot.record = Some(record);
                 }
-                slot.record = Some(record);
+                Err(damage) => slot.damage = Some(damage.into()),
             }
-            Err(damage) => slot.damage = Some(damage.into()),
         }
         Ok(())
     }
 
-    pub(super) fn of(&mut self, id: &RecordId) -> &mut Slot {
+    pub(super) fn slot(&mut self, id: &RecordId) -> &mut Slot {
         self.0.entry(id.clone()).or_default()
     }
 
-    /// Writes what has changed.
-    pub(super) async fn store(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
+    /// What is to be written.
+    pub(super) fn changes(&self) -> Changes<'_> {
         let mut changes = Changes::default();
         for slot in self.0.values().filter(|slot| slot.changed) {
             changes.add(slot);
         }
-        changes.write(connection).await
+        changes
+    }
+}
+
+/// How a transaction ends: with the owner's lease extended, when it is to be.
+#[derive(Clone, Copy)]
+pub(super) struct Commit {
+    pub(super) owner: Owner,
+    pub(super) extend: Option<Timestamp>,
+}
+
+impl Commit {
+    fn bind<'q>(&self, query: Statement<'q>) -> Statement<'q> {
+        query
+            .bind(self.owner.as_bytes().to_vec())
+            .bind(self.extend.map(Timestamp::as_micros))
     }
 }
 
 /// Changes by the statement that writes them.
 #[derive(Default)]
-struct Changes<'a> {
+pub(super) struct Changes<'a> {
     delete: Vec<i64>,
     clear_checkpoints: Vec<i64>,
     insert: Vec<&'a Record>,
@@ -166,8 +176,23 @@ impl<'a> Changes<'a> {
         }
     }
 
-    async fn write(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
-        execute(connection, &DELETE, &self.delete, |query, row| {
+    fn count(&self) -> usize {
+        self.delete.len()
+            + self.clear_checkpoints.len()
+            + self.insert.len()
+            + self.replace.len()
+            + self.settle.len()
+    }
+
+    /// Writes them, and commits when told how. A single change commits in the same round trip:
+    /// whoever comes alone pays for two, this one and the one that begins.
+    pub(super) async fn write(
+        &self,
+        connection: &mut SqliteConnection,
+        commit: Option<Commit>,
+    ) -> Result<(), Failure> {
+        let along = commit.filter(|_| self.count() == 1);
+        execute(connection, &DELETE, &self.delete, along, |query, row| {
             query.bind(*row)
         })
         .await?;
@@ -175,10 +200,11 @@ impl<'a> Changes<'a> {
             connection,
             &CLEAR_CHECKPOINTS,
             &self.clear_checkpoints,
+            along,
             |query, row| query.bind(*row),
         )
         .await?;
-        execute(connection, &INSERT, &self.insert, |query, record| {
+        execute(connection, &INSERT, &self.insert, along, |query, record| {
             bind_record(bind_id(query, &record.id), record)
         })
         .await?;
@@ -186,24 +212,39 @@ impl<'a> Changes<'a> {
             connection,
             &REPLACE,
             &self.replace,
+            along,
             |query, (row, record)| bind_record(query, record).bind(*row),
         )
         .await?;
-        execute(connection, &SETTLE, &self.settle, |query, (row, record)| {
-            bind_outcome(query, record).bind(*row)
-        })
-        .await
+        execute(
+            connection,
+            &SETTLE,
+            &self.settle,
+            along,
+            |query, (row, record)| bind_outcome(query, record).bind(*row),
+        )
+        .await?;
+        if let Some(commit) = commit.filter(|_| along.is_none()) {
+            commit.bind(sqlx::query(COMMIT)).execute(connection).await?;
+        }
+        Ok(())
     }
 }
 
-/// Executes the statement for each of the items.
+/// Executes the statement for each of the items; when it is to commit along, for the only one.
 async fn execute<T>(
     connection: &mut SqliteConnection,
-    statement: &Repeated,
+    statement: &Written,
     items: &[T],
+    along: Option<Commit>,
     bind: impl for<'q> Fn(Statement<'q>, &T) -> Statement<'q>,
 ) -> Result<(), Failure> {
-    for (text, part) in statement.over(items) {
+    if let (Some(commit), [item]) = (along, items) {
+        let query = bind(sqlx::query(statement.and_commit), item);
+        commit.bind(query).execute(connection).await?;
+        return Ok(());
+    }
+    for (text, part) in statement.repeated.over(items) {
         let query = part.iter().fold(sqlx::query(text), &bind);
         query.execute(&mut *connection).await?;
     }

@@ -13,8 +13,8 @@ use crate::{
     record::{Fingerprint, Mode, Owner, Record, RecordId, State, Timestamp, Token},
 };
 
-/// A statement written once, 8 times and 64 times. SQLite runs the copies one after the other, and
-/// the thread that owns the connection is asked once for all of them.
+/// A statement written once, 8 times and 64 times: SQLite runs the copies one after the other. Each
+/// text costs a round trip to the thread that owns the connection, which is more than the statement.
 pub(super) struct Repeated {
     once: &'static str,
     eight: &'static str,
@@ -22,23 +22,18 @@ pub(super) struct Repeated {
 }
 
 macro_rules! repeated {
-    ($statement:literal) => {
+    ($first:expr, $it:expr) => {
         Repeated {
-            once: $statement,
-            eight: repeated!(@eight $statement),
-            many: repeated!(@many $statement),
+            once: concat!($first, $it),
+            eight: concat!($first, $it, $it, $it, $it, $it, $it, $it, $it),
+            many: concat!(
+                $first, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
+                $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
+                $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
+                $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
+                $it
+            ),
         }
-    };
-    (@eight $it:literal) => {
-        concat!($it, $it, $it, $it, $it, $it, $it, $it)
-    };
-    (@many $it:literal) => {
-        concat!(
-            $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
-            $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
-            $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
-            $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it, $it,
-        )
     };
 }
 
@@ -58,39 +53,68 @@ impl Repeated {
     }
 }
 
+/// A statement that writes: many times in a transaction, or as its only one together with its end.
+pub(super) struct Written {
+    pub(super) repeated: Repeated,
+    pub(super) and_commit: &'static str,
+}
+
+macro_rules! written {
+    ($it:expr) => {
+        Written {
+            repeated: repeated!("", $it),
+            and_commit: concat!($it, commit!()),
+        }
+    };
+}
+
 /// Takes the write lock at once, so that what is read next cannot change before it is written.
-pub(super) const BEGIN: &str = "BEGIN IMMEDIATE;
-SELECT (SELECT alive_until FROM idempotency_owners WHERE owner = ?),
-    (SELECT value FROM idempotency_meta WHERE name = 'records');";
+/// Answers this instance's lease and the number of records.
+macro_rules! begin {
+    () => {
+        "BEGIN IMMEDIATE; SELECT (SELECT alive_until FROM idempotency_owners WHERE owner = ?), (SELECT value FROM idempotency_meta WHERE name = 'records');"
+    };
+}
 
-/// The columns that [`decode`] reads, then the lease of the record's owner and whether there
-/// are checkpoints.
-pub(super) const LOAD: Repeated = repeated!(
-    "SELECT id, scope, key, scheme, fingerprint, token, owner, attempt, mode, state, created, run_until, completed, expires, response_expires, request_id, status, response, (SELECT alive_until FROM idempotency_owners o WHERE o.owner = r.owner), EXISTS (SELECT 1 FROM idempotency_checkpoints c WHERE c.record = r.id) FROM idempotency_records r WHERE scope = ? AND key = ?;"
-);
+/// The columns that [`decode`] reads, then the lease of the record's owner and whether there are
+/// checkpoints.
+macro_rules! load {
+    () => {
+        "SELECT id, scope, key, scheme, fingerprint, token, owner, attempt, mode, state, created, run_until, completed, expires, response_expires, request_id, status, response, (SELECT alive_until FROM idempotency_owners o WHERE o.owner = r.owner), EXISTS (SELECT 1 FROM idempotency_checkpoints c WHERE c.record = r.id) FROM idempotency_records r WHERE scope = ? AND key = ?;"
+    };
+}
 
-pub(super) const INSERT: Repeated = repeated!(
+/// Extends this instance's lease, when it is to be, and commits. The table of leases comes last:
+/// its parameters stand behind all others.
+macro_rules! commit {
+    () => {
+        "INSERT INTO idempotency_owners (owner, alive_until) SELECT owner, until FROM (SELECT ? AS owner, ? AS until) WHERE until IS NOT NULL ON CONFLICT (owner) DO UPDATE SET alive_until = max(alive_until, excluded.alive_until); COMMIT;"
+    };
+}
+
+pub(super) const BEGIN: &str = begin!();
+pub(super) const BEGIN_AND_LOAD: Repeated = repeated!(begin!(), load!());
+pub(super) const LOAD: Repeated = repeated!("", load!());
+pub(super) const COMMIT: &str = commit!();
+
+pub(super) const INSERT: Written = written!(
     "INSERT INTO idempotency_records (scope, key, scheme, fingerprint, token, owner, attempt, mode, state, created, run_until, completed, expires, response_expires, request_id, status, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);"
 );
 
 /// Writes the next state of a claim.
-pub(super) const SETTLE: Repeated = repeated!(
+pub(super) const SETTLE: Written = written!(
     "UPDATE idempotency_records SET state = ?, completed = ?, expires = ?, response_expires = ?, status = ?, response = ? WHERE id = ?;"
 );
 
 /// Writes another claim over a row.
-pub(super) const REPLACE: Repeated = repeated!(
+pub(super) const REPLACE: Written = written!(
     "UPDATE idempotency_records SET scheme = ?, fingerprint = ?, token = ?, owner = ?, attempt = ?, mode = ?, state = ?, created = ?, run_until = ?, completed = ?, expires = ?, response_expires = ?, request_id = ?, status = ?, response = ? WHERE id = ?;"
 );
 
-pub(super) const DELETE: Repeated = repeated!("DELETE FROM idempotency_records WHERE id = ?;");
+pub(super) const DELETE: Written = written!("DELETE FROM idempotency_records WHERE id = ?;");
 
-pub(super) const CLEAR_CHECKPOINTS: Repeated =
-    repeated!("DELETE FROM idempotency_checkpoints WHERE record = ?;");
-
-pub(super) const EXTEND_LEASE: &str =
-    "INSERT INTO idempotency_owners (owner, alive_until) VALUES (?, ?)
-ON CONFLICT (owner) DO UPDATE SET alive_until = max(alive_until, excluded.alive_until)";
+pub(super) const CLEAR_CHECKPOINTS: Written =
+    written!("DELETE FROM idempotency_checkpoints WHERE record = ?;");
 
 pub(super) const GIVE_UP_LEASE: &str = "DELETE FROM idempotency_owners WHERE owner = ?";
 

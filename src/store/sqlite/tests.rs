@@ -21,6 +21,8 @@ use super::*;
 use crate::{IdempotencyKey, Scope, record::Fingerprint};
 
 mod agreement;
+#[cfg(feature = "testing")]
+mod conformance;
 
 /// A clock that stands until it is set.
 #[derive(Debug, Clone, Default)]
@@ -557,9 +559,9 @@ async fn a_full_store_refuses_new_claims_and_completes_granted_ones() {
         .max_records(3);
     let store = options.open().await.unwrap();
     let tickets = [
-        let _ = win(&store, "a").await,
-        let _ = win(&store, "b").await,
-        let _ = win(&store, "c").await,
+        win(&store, "a").await,
+        win(&store, "b").await,
+        win(&store, "c").await,
     ];
     for _ in 0..2 {
         let error = store.claim(request("d")).await.unwrap_err();

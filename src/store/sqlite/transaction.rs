@@ -3,18 +3,15 @@
 //! It holds the write lock from its first statement, so nothing it has read can change before it
 //! is written.
 
-use std::time::Instant;
-
 use bytes::Bytes;
-use sqlx::{Row, SqliteConnection};
+use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
 
 use super::{
     Instance,
-    schema::pause,
-    slots::{Slot, Slots},
+    slots::{Changes, Commit, Slot, Slots},
     statements::{
-        BEGIN, COUNT_OTHER_CHECKPOINTS, EXTEND_LEASE, FIND_RUNNING, LOAD_CHECKPOINTS, PURGE_OWNERS,
-        PURGE_RECORDS, PURGE_RESPONSES, SAVE_CHECKPOINT, bind_id,
+        BEGIN, BEGIN_AND_LOAD, COUNT_OTHER_CHECKPOINTS, FIND_RUNNING, LOAD, LOAD_CHECKPOINTS,
+        PURGE_OWNERS, PURGE_RECORDS, PURGE_RESPONSES, SAVE_CHECKPOINT, bind_id,
     },
 };
 use crate::{
@@ -35,11 +32,17 @@ pub(super) async fn run(
     connection: &mut SqliteConnection,
     instance: &Instance,
     batch: &mut [Operation],
-    deadline: Instant,
 ) -> Result<(), Failure> {
-    let mut transaction = Transaction::begin(connection, instance).await?;
+    let mut transaction = Transaction {
+        connection,
+        instance,
+        stage: Stage::Before,
+        leases: Leases::default(),
+        extend: None,
+        records: 0,
+    };
     let done = match transaction.carry_out(batch).await {
-        Ok(()) => transaction.commit(deadline).await,
+        Ok(()) => transaction.commit(&Changes::default()).await,
         failed => failed,
     };
     if done.is_err() {
@@ -53,6 +56,7 @@ pub(super) async fn run(
 struct Transaction<'a> {
     connection: &'a mut SqliteConnection,
     instance: &'a Instance,
+    stage: Stage,
     /// The leases of the owners met so far.
     leases: Leases,
     /// What this instance's lease is to be extended to.
@@ -61,40 +65,44 @@ struct Transaction<'a> {
     records: u64,
 }
 
-impl<'a> Transaction<'a> {
-    async fn begin(
-        connection: &'a mut SqliteConnection,
-        instance: &'a Instance,
-    ) -> Result<Self, Failure> {
-        let row = sqlx::query(BEGIN)
-            .bind(instance.owner.as_bytes().to_vec())
-            .fetch_one(&mut *connection)
-            .await?;
-        let mut leases = Leases::default();
-        if let Some(alive_until) = row.try_get(0)? {
-            leases.extend_to(instance.owner, alive_until);
+#[derive(PartialEq, Eq)]
+enum Stage {
+    Before,
+    Open,
+    Committed,
+}
+
+impl Transaction<'_> {
+    /// Begins, unless that is done.
+    async fn begin(&mut self) -> Result<(), Failure> {
+        if self.stage == Stage::Before {
+            let row = sqlx::query(BEGIN)
+                .bind(self.instance.owner.as_bytes().to_vec())
+                .fetch_one(&mut *self.connection)
+                .await?;
+            self.begun(&row)?;
         }
-        let records: i64 = row.try_get(1)?;
-        Ok(Self {
-            connection,
-            instance,
-            leases,
-            extend: None,
-            records: u64::try_from(records).unwrap_or(0),
-        })
+        Ok(())
     }
 
-    async fn commit(self, deadline: Instant) -> Result<(), Failure> {
-        if let Some(until) = self.extend {
-            sqlx::query(EXTEND_LEASE)
-                .bind(self.instance.owner.as_bytes().to_vec())
-                .bind(until.as_micros())
-                .execute(&mut *self.connection)
-                .await?;
+    fn begun(&mut self, row: &SqliteRow) -> Result<(), Failure> {
+        if let Some(alive_until) = row.try_get(0)? {
+            self.leases.extend_to(self.instance.owner, alive_until);
         }
-        // Without WAL it waits for readers, and may be repeated.
-        while let Err(error) = sqlx::query("COMMIT").execute(&mut *self.connection).await {
-            pause(error.into(), deadline).await?;
+        self.records = u64::try_from(row.try_get::<i64, _>(1)?).unwrap_or(0);
+        self.stage = Stage::Open;
+        Ok(())
+    }
+
+    /// Writes the last changes and commits, unless that is done.
+    async fn commit(&mut self, changes: &Changes<'_>) -> Result<(), Failure> {
+        if self.stage == Stage::Open {
+            let commit = Commit {
+                owner: self.instance.owner,
+                extend: self.extend,
+            };
+            changes.write(self.connection, Some(commit)).await?;
+            self.stage = Stage::Committed;
         }
         Ok(())
     }
@@ -102,43 +110,86 @@ impl<'a> Transaction<'a> {
     async fn carry_out(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
         let mut at = 0;
         while at < batch.len() {
-            match &mut batch[at] {
-                Operation::Save(asked) => {
-                    let saved = self.save(&asked.question).await?;
-                    asked.answer(saved);
-                }
-                Operation::Load(asked) => {
-                    let loaded = self.load(&asked.question).await?;
-                    asked.answer(Ok(loaded));
-                }
-                Operation::Purge(asked) => {
-                    let purged = self.purge(asked.question).await?;
-                    asked.answer(Ok(purged));
-                }
-                _ => {
-                    let together = batch[at..].iter().take_while(|next| is_about_records(next));
-                    let end = at + together.count().max(1);
-                    self.change_records(&mut batch[at..end]).await?;
-                    at = end;
-                    continue;
-                }
+            let together = batch[at..].iter().take_while(|next| is_about_records(next));
+            let end = at + together.count();
+            if end > at {
+                let last = end == batch.len();
+                self.change_records(&mut batch[at..end], last).await?;
+                at = end;
+            } else {
+                self.begin().await?;
+                self.carry_out_alone(&mut batch[at]).await?;
+                at += 1;
             }
-            at += 1;
+        }
+        Ok(())
+    }
+
+    async fn carry_out_alone(&mut self, operation: &mut Operation) -> Result<(), Failure> {
+        match operation {
+            Operation::Save(asked) => {
+                let saved = self.save(&asked.question).await?;
+                asked.answer(saved);
+            }
+            Operation::Load(asked) => {
+                let loaded = self.load(&asked.question).await?;
+                asked.answer(Ok(loaded));
+            }
+            Operation::Purge(asked) => {
+                let purged = self.purge(asked.question).await?;
+                asked.answer(Ok(purged));
+            }
+            _ => {}
         }
         Ok(())
     }
 
     /// Reads the records these operations are about, has the protocol decide one operation after
     /// the other, and writes what has changed.
-    async fn change_records(&mut self, operations: &mut [Operation]) -> Result<(), Failure> {
-        self.make_room(operations).await?;
-        let ids = operations.iter().flat_map(ids);
-        let mut slots = Slots::load(self.connection, ids, &mut self.leases).await?;
+    async fn change_records(
+        &mut self,
+        operations: &mut [Operation],
+        last: bool,
+    ) -> Result<(), Failure> {
+        let mut slots = self.load_records(operations).await?;
+        if self.make_room(operations).await? {
+            slots = self.load_records(operations).await?;
+        }
         let now = self.instance.clock.now();
         for operation in operations {
             self.decide(operation, &mut slots, now);
         }
-        slots.store(self.connection).await
+        let changes = slots.changes();
+        match last {
+            true => self.commit(&changes).await,
+            false => changes.write(self.connection, None).await,
+        }
+    }
+
+    /// Begins on the way, when that is still to do.
+    async fn load_records(&mut self, operations: &[Operation]) -> Result<Slots, Failure> {
+        let (mut slots, ids) = Slots::of(operations.iter().flat_map(ids));
+        let mut rest = &ids[..];
+        if self.stage == Stage::Before
+            && let Some((text, part)) = BEGIN_AND_LOAD.over(rest).next()
+        {
+            let begin = sqlx::query(text).bind(self.instance.owner.as_bytes().to_vec());
+            let query = part.iter().fold(begin, |query, id| bind_id(query, id));
+            let rows = query.fetch_all(&mut *self.connection).await?;
+            let (first, records) = rows.split_first().ok_or(sqlx::Error::RowNotFound)?;
+            self.begun(first)?;
+            slots.take_in(records, &mut self.leases)?;
+            rest = &rest[part.len()..];
+        }
+        self.begin().await?;
+        for (text, part) in LOAD.over(rest) {
+            let query = part
+                .iter()
+                .fold(sqlx::query(text), |query, id| bind_id(query, id));
+            let records = query.fetch_all(&mut *self.connection).await?;
+            slots.take_in(&records, &mut self.leases)?;
+        }
+        Ok(slots)
     }
 
     fn decide(&mut self, operation: &mut Operation, slots: &mut Slots, now: Timestamp) {
@@ -172,14 +223,14 @@ impl<'a> Transaction<'a> {
                 self.extend_lease(now.after(asked.question.lease));
                 let tickets = asked.question.tickets.iter();
                 let held = tickets.map(|ticket| {
-                    let record = slots.of(&ticket.id).record()?;
+                    let record = slots.slot(&ticket.id).record()?;
                     Ok(protocol::held(record, ticket.token, now))
                 });
                 let held = held.collect();
                 asked.answer(held);
             }
             Operation::Get(asked) => {
-                let found = slots.of(&asked.question).record().map(|record| {
+                let found = slots.slot(&asked.question).record().map(|record| {
                     let mut live = record.filter(|record| !record.is_expired(now)).cloned();
                     if let Some(record) = &mut live {
                         record.drop_expired_response(now);
@@ -189,7 +240,7 @@ impl<'a> Transaction<'a> {
                 asked.answer(found);
             }
             Operation::Forget(asked) => {
-                let forgotten = self.forget(slots.of(&asked.question), now);
+                let forgotten = self.forget(slots.slot(&asked.question), now);
                 asked.answer(Ok(forgotten));
             }
             Operation::Save(_) | Operation::Load(_) | Operation::Purge(_) | Operation::Close(_) => {
@@ -203,7 +254,7 @@ impl<'a> Transaction<'a> {
         slots: &mut Slots,
         now: Timestamp,
     ) -> Result<Claim, StoreError> {
-        let slot = slots.of(&request.id);
+        let slot = slots.slot(&request.id);
         let record = slot.record()?;
         if record.is_none() && self.is_full() {
             return Err(StoreError::new(
@@ -231,7 +282,7 @@ impl<'a> Transaction<'a> {
         id: &RecordId,
         operation: impl FnOnce(Option<Record>, bool) -> (Option<Record>, A),
     ) -> Result<A, StoreError> {
-        let (answer, added) = slots.of(id).change(operation)?;
+        let (answer, added) = slots.slot(id).change(operation)?;
         self.count(added);
         Ok(answer)
     }
@@ -261,18 +312,19 @@ impl<'a> Transaction<'a> {
         max.is_some_and(|max| self.records >= max)
     }
 
-    /// Before the store refuses claims it looks for expired records to remove.
-    async fn make_room(&mut self, operations: &[Operation]) -> Result<(), Failure> {
+    /// Before the store refuses claims it looks for expired records to remove. Answers whether it
+    /// removed any.
+    async fn make_room(&mut self, operations: &[Operation]) -> Result<bool, Failure> {
         let claims = operations
             .iter()
             .filter(|operation| matches!(operation, Operation::Claim(_)));
         let claims = u64::try_from(claims.count()).unwrap_or(u64::MAX);
         let needed = self.records.saturating_add(claims);
-        if claims > 0 && self.instance.max_records.is_some_and(|max| needed > max) {
-            self.purge_records(PURGE_WHEN_FULL, self.instance.clock.now())
-                .await?;
+        if claims == 0 || self.instance.max_records.is_none_or(|max| needed <= max) {
+            return Ok(false);
         }
-        Ok(())
+        let now = self.instance.clock.now();
+        Ok(self.purge_records(PURGE_WHEN_FULL, now).await? > 0)
     }
 
     async fn purge(&mut self, limit: usize) -> Result<usize, Failure> {

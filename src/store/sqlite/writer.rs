@@ -81,11 +81,10 @@ impl SqliteWriter {
         failure
     }
 
-    async fn attempt(&mut self, batch: &mut [Operation], deadline: Instant) -> Result<(), Failure> {
+    async fn attempt(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
         let instance = self.instance.clone();
         let opened = self.opened().await?;
-        let mut committed =
-            transaction::run(&mut opened.connection, &instance, batch, deadline).await;
+        let mut committed = transaction::run(&mut opened.connection, &instance, batch).await;
         // Asked after the commit: what went into a file that nobody finds any more is no promise.
         if committed.is_ok() && !instance.database.is_current(opened) {
             committed = Err(failure(
@@ -106,7 +105,7 @@ impl SqliteWriter {
 impl Writer for SqliteWriter {
     async fn commit(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
         let deadline = Instant::now() + self.instance.database.busy_timeout();
-        while let Err(failure) = self.attempt(batch, deadline).await {
+        while let Err(failure) = self.attempt(batch).await {
             pause(failure, deadline).await?;
         }
         Ok(())
