@@ -2,6 +2,8 @@
 //! a server on TCP and a client that can misbehave on the wire.
 #![allow(dead_code)] // Each test file uses its own part of this.
 
+pub mod bodies;
+pub mod http2;
 pub mod wire;
 
 use std::{
@@ -286,6 +288,12 @@ pub async fn send(app: &Router, request: Request<Body>) -> Answer {
 pub async fn record(store: &TestStore, key: &str) -> Option<Record> {
     let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
     store.inner().get(&id).await.unwrap()
+}
+
+/// How many records there are, whatever their state.
+pub async fn records(store: &TestStore) -> u64 {
+    let counts = store.inner().counts().await.unwrap();
+    counts.running + counts.completed + counts.abandoned + counts.released
 }
 
 /// Looks every few milliseconds, for at most ten seconds.
