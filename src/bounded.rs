@@ -9,6 +9,9 @@ use std::{
     time::Duration,
 };
 
+/// As good as for ever: a longer time would overflow when it is added to an instant.
+pub(crate) const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
 /// The output, or `None` once `limit` is over. A future that is ready at once costs no timer.
 pub(crate) async fn within<F: Future>(limit: Duration, future: F) -> Option<F::Output> {
     let mut future = pin!(future);

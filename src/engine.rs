@@ -20,7 +20,7 @@ use tokio::{
 
 use crate::{
     attempt::{Attempt, Keeper},
-    bounded::{First, first, within},
+    bounded::{FOREVER, First, first, within},
     execution::{self, Outcome},
     observe::{self, Operation},
     options::Options,
@@ -169,7 +169,7 @@ impl Drop for Registered {
 
 impl<S: Store> Engine<S> {
     pub(crate) fn new(store: S, options: Options, live: Arc<Live>) -> Self {
-        let lease = options.lease;
+        let lease = options.lease.min(FOREVER);
         live.leases.send_if_modified(|(shortest, longest)| {
             let before = (*shortest, *longest);
             (*shortest, *longest) = (lease.min(*shortest), lease.max(*longest));

@@ -21,7 +21,7 @@ use crate::{
     IdempotencyKey, IdempotencyStatus, Rejection,
     attempt::Attempt,
     body::read_request,
-    bounded::within,
+    bounded::{FOREVER, within},
     engine::{Engine, Pause},
     execution::{self, Claimed, Inner, Outcome},
     extract::Idempotency,
@@ -209,7 +209,7 @@ async fn decide<I: Clone, S: Store + Checkpoints>(
             InFlight::Refuse => return Err(in_flight(held)),
             InFlight::Wait(bound) => match engine.live.waiting.join(&asked.id, options.max_waiting)
             {
-                Some(waiter) => (waiter, Instant::now() + bound, held),
+                Some(waiter) => (waiter, Instant::now() + bound.min(FOREVER), held),
                 None => return Err(in_flight(held)),
             },
         },

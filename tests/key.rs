@@ -15,8 +15,9 @@ use http::request::Parts;
 use proptest::prelude::*;
 use support::{bodies::Pieces, wire::Server, *};
 use tower_idempotency::{
-    Fingerprint, FingerprintScheme, IdempotencyLayer, InFlight, InvalidKey, KeyFormat, MemoryStore,
-    Recovery, Scheme, Scope, SqliteStore, UndecodableBody,
+    AnyStore, Fingerprint, FingerprintScheme, IdempotencyLayer, InFlight, InvalidKey, KeyFormat,
+    MemoryStore, Recovery, Scheme, Scope, SqliteStore, UndecodableBody,
+    testing::{FaultyStore, Operation},
 };
 
 /// A POST with these header lines, byte for byte.
@@ -526,6 +527,37 @@ async fn the_largest_and_smallest_settings_that_make_sense_work() {
         let answer = send(&app, post("k", "A")).await;
         assert_eq!(answer.status, 201);
     }
+}
+
+#[tokio::test]
+async fn a_run_without_any_time_limit_is_renewed_and_waited_for() {
+    let handler = Handler::new();
+    handler.close_gate();
+    let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
+    let app = handler.behind(
+        IdempotencyLayer::new(store.clone())
+            .single_tenant()
+            .max_run(Duration::MAX)
+            .lease(Duration::MAX)
+            .in_flight(InFlight::Wait(Duration::MAX)),
+    );
+    // On this one thread the run begins before the heartbeat looks for the first time.
+    let runs: Vec<_> = (0..2)
+        .map(|_| {
+            let app = app.clone();
+            tokio::spawn(async move { send(&app, post("k", "A")).await })
+        })
+        .collect();
+    handler.reached(1).await;
+    eventually("the heartbeat", || store.calls(Operation::Renew) > 0).await;
+    store.called(Operation::Claim, 3).await;
+    handler.open_gate();
+    let mut answers = Vec::new();
+    for run in runs {
+        answers.push(run.await.unwrap());
+    }
+    answers[1].assert_replays(&answers[0]);
+    assert_eq!(handler.effects(), 1);
 }
 
 #[tokio::test]
