@@ -1,6 +1,6 @@
 //! The response kept for retries, and its versioned binary form.
 
-use std::fmt;
+use std::{fmt, ops::Range};
 
 use axum::body::Body;
 use bytes::{BufMut, Bytes, BytesMut};
@@ -65,27 +65,35 @@ impl RetainedResponse {
     ///
     /// [`DecodeError`], when the bytes are not exactly one response of a known version.
     pub fn decode(stored: Bytes) -> Result<Self, DecodeError> {
-        let mut input = Input(stored);
-        let version = input.number(1)?;
-        if version != u64::from(VERSION) {
-            return Err(DecodeError::Version(version as u8));
+        let mut input = Input {
+            bytes: &stored,
+            at: 0,
+        };
+        let [version] = input.array()?;
+        if version != VERSION {
+            return Err(DecodeError::Version(version));
         }
-        let status = StatusCode::from_u16(input.number(2)? as u16);
+        let status = StatusCode::from_u16(u16::from_be_bytes(input.array()?));
         let status = status.map_err(|_| DecodeError::Damaged)?;
-        let fields = input.number(2)? as usize;
-        // A damaged count must not reserve memory: each field takes at least six bytes.
-        let mut headers = HeaderMap::with_capacity(fields.min(input.0.len() / 6));
+        let fields = usize::from(u16::from_be_bytes(input.array()?));
+        // A damaged count must not reserve memory: each field takes at least six bytes. One place
+        // more than there are fields, for the marker.
+        let mut headers = HeaderMap::with_capacity(1 + fields.min(stored.len() / 6));
         for _ in 0..fields {
-            let name = input.piece(2)?;
-            let name = HeaderName::from_bytes(&name).map_err(|_| DecodeError::Damaged)?;
-            let value = input.piece(4)?;
+            let length = usize::from(u16::from_be_bytes(input.array()?));
+            let name = HeaderName::from_bytes(&stored[input.take(length)?]);
+            let name = name.map_err(|_| DecodeError::Damaged)?;
+            let length = u32::from_be_bytes(input.array()?);
+            let value = stored.slice(input.take(length as usize)?);
             let value = HeaderValue::from_maybe_shared(value).map_err(|_| DecodeError::Damaged)?;
             headers
                 .try_append(name, value)
                 .map_err(|_| DecodeError::Damaged)?;
         }
-        let body = input.piece(8)?;
-        if !input.0.is_empty() {
+        let length = u64::from_be_bytes(input.array()?);
+        let length = usize::try_from(length).map_err(|_| DecodeError::Damaged)?;
+        let body = stored.slice(input.take(length)?);
+        if input.at != stored.len() {
             return Err(DecodeError::Damaged);
         }
         Ok(Self {
@@ -199,33 +207,33 @@ impl SkippedHeaders {
 
 fn named_by_connection(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get_all(header::CONNECTION).iter().any(|value| {
-        value
-            .as_bytes()
-            .split(|byte| *byte == b',')
-            .any(|token| token.trim_ascii().eq_ignore_ascii_case(name.as_str().as_bytes()))
+        value.as_bytes().split(|byte| *byte == b',').any(|token| {
+            token
+                .trim_ascii()
+                .eq_ignore_ascii_case(name.as_str().as_bytes())
+        })
     })
 }
 
-struct Input(Bytes);
+struct Input<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
 
-impl Input {
-    fn number(&mut self, bytes: usize) -> Result<u64, DecodeError> {
-        let digits = self.take(bytes)?;
-        Ok(digits
-            .iter()
-            .fold(0, |number, byte| number << 8 | u64::from(*byte)))
+impl Input<'_> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], DecodeError> {
+        let range = self.take(N)?;
+        self.bytes[range]
+            .try_into()
+            .map_err(|_| DecodeError::Damaged)
     }
 
-    /// Bytes preceded by their length, itself a number of so many bytes.
-    fn piece(&mut self, length_bytes: usize) -> Result<Bytes, DecodeError> {
-        let length = self.number(length_bytes)?;
-        self.take(usize::try_from(length).map_err(|_| DecodeError::Damaged)?)
-    }
-
-    fn take(&mut self, bytes: usize) -> Result<Bytes, DecodeError> {
-        if bytes > self.0.len() {
+    /// The range of the next so many bytes.
+    fn take(&mut self, length: usize) -> Result<Range<usize>, DecodeError> {
+        let end = self.at.checked_add(length).ok_or(DecodeError::Damaged)?;
+        if end > self.bytes.len() {
             return Err(DecodeError::Damaged);
         }
-        Ok(self.0.split_to(bytes))
+        Ok(std::mem::replace(&mut self.at, end)..end)
     }
 }

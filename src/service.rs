@@ -7,6 +7,7 @@ use std::{
     pin::Pin,
     sync::{Arc, atomic::Ordering},
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use axum::body::Body;
@@ -202,20 +203,36 @@ async fn decide<I: Clone, S: Store + Checkpoints>(
         .map_err(Rejection::BodyInvalid)?;
     engine.maintain();
 
-    let wait = match claim(engine, asked, fingerprint, attempt).await? {
-        Claiming::Decided(decision) => return Ok(decision),
-        Claiming::InFlight(held) if attempt.is_gone() => return Err(in_flight(held)),
+    match claim(engine, asked, fingerprint, attempt).await? {
+        Claiming::Decided(decision) => Ok(decision),
         Claiming::InFlight(held) => match options.in_flight {
-            InFlight::Refuse => return Err(in_flight(held)),
-            InFlight::Wait(bound) => match engine.live.waiting.join(&asked.id, options.max_waiting)
-            {
-                Some(waiter) => (waiter, Instant::now() + bound.min(FOREVER), held),
-                None => return Err(in_flight(held)),
-            },
+            InFlight::Wait(bound) if !attempt.is_gone() => {
+                inner.give_back();
+                // In a box, so that the requests that need not wait do not carry its weight.
+                Box::pin(wait(engine, asked, fingerprint, attempt, held, bound)).await
+            }
+            _ => Err(in_flight(held)),
         },
+    }
+}
+
+/// Waits for the run that is in flight to end, and looks again.
+async fn wait<S: Store + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    asked: &Asked<'_>,
+    fingerprint: Fingerprint,
+    attempt: &Attempt,
+    held: Held,
+    bound: Duration,
+) -> Result<Decision, Rejection> {
+    let deadline = Instant::now() + bound.min(FOREVER);
+    let Some(waiter) = engine
+        .live
+        .waiting
+        .join(&asked.id, engine.options.max_waiting)
+    else {
+        return Err(in_flight(held));
     };
-    let (waiter, deadline, held) = wait;
-    inner.give_back();
     loop {
         let news = waiter.listen();
         match claim(engine, asked, fingerprint, attempt).await? {

@@ -121,7 +121,12 @@ impl Framed {
     /// Every line of a field, in lower case, since media types and codings ignore case.
     fn field(&mut self, headers: &HeaderMap, name: &HeaderName, cut: fn(&[u8]) -> &[u8]) {
         for value in headers.get_all(name) {
-            self.part(&cut(value.as_bytes()).to_ascii_lowercase());
+            let value = cut(value.as_bytes());
+            if value.iter().any(u8::is_ascii_uppercase) {
+                self.part(&value.to_ascii_lowercase());
+            } else {
+                self.part(value);
+            }
         }
         self.absent();
     }
