@@ -337,7 +337,7 @@ impl Store for SqliteStore {
     async fn purge(&self, limit: usize) -> Result<usize, StoreError> {
         let mut changed = 0;
         loop {
-            let step = PURGE_STEP.min(limit - changed);
+            let step = PURGE_STEP.min(limit.saturating_sub(changed));
             let done = self.0.queue.ask(Operation::Purge, step).await?;
             changed += done;
             if done < step || changed >= limit {

@@ -20,7 +20,8 @@ impl From<sqlx::Error> for Failure {
     fn from(error: sqlx::Error) -> Self {
         use StoreErrorKind::{Corrupt, Invalid, Schema, Unavailable};
         let (kind, reach, message) = match primary_code(&error) {
-            Some(5 | 6) => (
+            // Busy, locked, and the same on the way into the write-ahead log.
+            Some(5 | 6 | 15) => (
                 Unavailable,
                 Reach::Lock,
                 "another process held the SQLite database locked for all of busy_timeout; shorten its transactions or raise busy_timeout",

@@ -102,26 +102,36 @@ impl Database {
 
     /// Opens the file, with its tables created where there are none.
     pub(super) async fn create(&self) -> Result<Opened, Failure> {
-        let mut connection = self.options().create_if_missing(true).connect().await?;
-        self.migrate(&mut connection).await?;
-        self.set_journal(&mut connection).await?;
-        self.opened(connection)
+        self.open(true).await
     }
 
     /// Opens a file that must be there with its tables: an empty one in its place would mean that
     /// every key is forgotten.
     pub(super) async fn reopen(&self) -> Result<Opened, Failure> {
-        let mut connection = self.options().connect().await?;
-        if is_empty(&mut connection).await? {
-            return Err(failure(
-                StoreErrorKind::Schema,
-                Reach::Connection,
-                "the SQLite tables are gone; restore the file, or open the store anew to start without records",
-            ));
+        self.open(false).await
+    }
+
+    /// Any of the steps may find the file locked; each try starts from the first one.
+    async fn open(&self, create: bool) -> Result<Opened, Failure> {
+        let deadline = Instant::now() + self.busy_timeout;
+        loop {
+            match self.try_open(create).await {
+                Ok(opened) => return Ok(opened),
+                Err(failure) => pause(failure, deadline).await?,
+            }
         }
-        check_version(&mut connection).await?;
+    }
+
+    async fn try_open(&self, create: bool) -> Result<Opened, Failure> {
+        let options = self.options().create_if_missing(create);
+        let mut connection = options.connect().await?;
+        match create {
+            true => migrate(&mut connection).await?,
+            false => check(&objects(&mut connection).await?, &mut connection).await?,
+        }
         self.set_journal(&mut connection).await?;
-        self.opened(connection)
+        let file = FileId::of(&self.path).map_err(unreadable)?;
+        Ok(Opened { connection, file })
     }
 
     /// Opens another connection, only to read.
@@ -151,38 +161,12 @@ impl Database {
             .disable_statement_logging()
     }
 
-    fn opened(&self, connection: SqliteConnection) -> Result<Opened, Failure> {
-        let file = FileId::of(&self.path).map_err(unreadable)?;
-        Ok(Opened { connection, file })
-    }
-
-    /// In one transaction that holds the write lock from its start, so that of several processes
-    /// that open a new file at once one creates the tables and the others find them.
-    async fn migrate(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
-        self.patiently(connection, "BEGIN IMMEDIATE").await?;
-        let migrated = async {
-            if is_empty(connection).await? {
-                sqlx::raw_sql(SCHEMA).execute(&mut *connection).await?;
-            }
-            check_version(connection).await
-        };
-        // An error drops the connection, and the transaction with it.
-        migrated.await?;
-        self.patiently(connection, "COMMIT").await
-    }
-
     async fn set_journal(&self, connection: &mut SqliteConnection) -> Result<(), Failure> {
         let (pragma, expected) = match self.journal {
             Journal::Wal => ("PRAGMA journal_mode = WAL", "wal"),
             Journal::Delete => ("PRAGMA journal_mode = DELETE", "delete"),
         };
-        let deadline = Instant::now() + self.busy_timeout;
-        let mode: String = loop {
-            match sqlx::query_scalar(pragma).fetch_one(&mut *connection).await {
-                Ok(mode) => break mode,
-                Err(error) => pause(error.into(), deadline).await?,
-            }
-        };
+        let mode: String = sqlx::query_scalar(pragma).fetch_one(connection).await?;
         if mode != expected {
             return Err(failure(
                 StoreErrorKind::Unavailable,
@@ -192,19 +176,21 @@ impl Database {
         }
         Ok(())
     }
+}
 
-    /// Executes a statement that may have to wait for the lock.
-    async fn patiently(
-        &self,
-        connection: &mut SqliteConnection,
-        statement: &'static str,
-    ) -> Result<(), Failure> {
-        let deadline = Instant::now() + self.busy_timeout;
-        while let Err(error) = sqlx::query(statement).execute(&mut *connection).await {
-            pause(error.into(), deadline).await?;
-        }
-        Ok(())
+/// In one transaction that holds the write lock from its start, so that of several processes that
+/// open a new file at once one creates the tables and the others find them. An error drops the
+/// connection, and the transaction with it.
+async fn migrate(connection: &mut SqliteConnection) -> Result<(), Failure> {
+    sqlx::raw_sql("BEGIN IMMEDIATE")
+        .execute(&mut *connection)
+        .await?;
+    if objects(connection).await?.is_empty() {
+        sqlx::raw_sql(SCHEMA).execute(&mut *connection).await?;
     }
+    check(&objects(connection).await?, connection).await?;
+    sqlx::raw_sql("COMMIT").execute(connection).await?;
+    Ok(())
 }
 
 /// Lets a lock pass by, until the deadline. `LOCK_POLL` has already paused for most locks; those
@@ -217,10 +203,6 @@ pub(super) async fn pause(failure: Failure, deadline: Instant) -> Result<(), Fai
     Ok(())
 }
 
-async fn is_empty(connection: &mut SqliteConnection) -> Result<bool, Failure> {
-    Ok(objects(connection).await?.is_empty())
-}
-
 async fn objects(connection: &mut SqliteConnection) -> Result<Vec<(String, String)>, Failure> {
     let rows = sqlx::query(LIST).fetch_all(connection).await?;
     let objects = rows
@@ -229,17 +211,29 @@ async fn objects(connection: &mut SqliteConnection) -> Result<Vec<(String, Strin
     Ok(objects.collect::<Result<_, sqlx::Error>>()?)
 }
 
-/// Refuses tables that are not ours, or not of this version.
-async fn check_version(connection: &mut SqliteConnection) -> Result<(), Failure> {
-    let objects = objects(connection).await?;
-    let column = |name| objects.iter().find(|(object, _)| object == name);
+/// Refuses tables that are missing, not ours, or not of this version.
+async fn check(
+    objects: &[(String, String)],
+    connection: &mut SqliteConnection,
+) -> Result<(), Failure> {
+    if objects.is_empty() {
+        return Err(failure(
+            StoreErrorKind::Schema,
+            Reach::Connection,
+            "the SQLite tables are gone; restore the file, or open the store anew to start without records",
+        ));
+    }
     let foreign = failure(
         StoreErrorKind::Schema,
         Reach::Connection,
         "the SQLite file has tables named idempotency_… that are not this crate's; open another file, or rename them",
     );
     // The table of versions looks the same in every version.
-    if column(OBJECTS[1].0).is_none_or(|(_, columns)| columns != OBJECTS[1].1) {
+    let (meta, columns) = OBJECTS[1];
+    if !objects
+        .iter()
+        .any(|(name, is)| name == meta && is == columns)
+    {
         return Err(foreign);
     }
     let version: Option<i64> =

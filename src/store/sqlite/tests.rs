@@ -713,7 +713,7 @@ async fn large_responses_and_long_lists_of_tickets_go_through() {
         tickets.push(win(&store, n.to_be_bytes()).await);
     }
     let mut completions = JoinSet::new();
-    for ticket in tickets[..8].to_vec() {
+    for ticket in tickets.iter().take(8).cloned() {
         let store = store.clone();
         completions.spawn(async move {
             let body = Bytes::from(vec![42; 3 << 20]);
@@ -734,6 +734,35 @@ async fn large_responses_and_long_lists_of_tickets_go_through() {
         .unwrap();
     let expected = [vec![Settled::Lost; 8], vec![Settled::Done; 292]].concat();
     assert_eq!(held, expected);
+}
+
+#[tokio::test]
+async fn housekeeping_finds_its_rows_by_index() {
+    let (_directory, path) = place();
+    SqliteStore::open(&path)
+        .await
+        .unwrap()
+        .close()
+        .await
+        .unwrap();
+    let mut connection = other(&path).await;
+    for (statement, index) in [
+        (statements::PURGE_RECORDS, "idempotency_records_due"),
+        (statements::PURGE_RESPONSES, "idempotency_responses_due"),
+        (statements::ABANDONED, "idempotency_records_open"),
+    ] {
+        let explain = sqlx::AssertSqlSafe(format!("EXPLAIN QUERY PLAN {statement}"));
+        let plan = sqlx::query(explain)
+            .fetch_all(&mut connection)
+            .await
+            .unwrap();
+        let plan: Vec<String> = plan.iter().map(|row| row.get(3)).collect();
+        assert!(plan.iter().any(|step| step.contains(index)), "{plan:?}");
+        assert!(
+            !plan.iter().any(|step| step.starts_with("SCAN")),
+            "{plan:?}"
+        );
+    }
 }
 
 #[test]

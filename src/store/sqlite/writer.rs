@@ -71,7 +71,9 @@ impl SqliteWriter {
         }
     }
 
-    fn give_up(&mut self, failure: Failure, back_off: Duration) -> Failure {
+    fn give_up(&mut self, mut failure: Failure, back_off: Duration) -> Failure {
+        // Whatever it was, the same again does not help before the next connection.
+        failure.reach = Reach::Connection;
         tracing::warn!(kind = ?failure.kind, "the SQLite connection was given up: {}", failure.message);
         self.state = State::Broken {
             retry: Instant::now() + back_off,
