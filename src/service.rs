@@ -1,22 +1,17 @@
 //! The one path a request takes.
 
 use std::{
-    fmt,
-    future::Future,
-    mem,
-    pin::Pin,
+    fmt, mem,
     sync::{Arc, atomic::Ordering},
-    task::{Context, Poll, ready},
+    task::{Context, Poll},
     time::Duration,
 };
 
 use axum::body::Body;
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Request, Response, header, request::Parts};
-use pin_project_lite::pin_project;
-use tokio::{runtime::Handle, time::Instant};
+use tokio::time::Instant;
 use tower_service::Service;
-use tracing::{Instrument, Span};
 
 use crate::{
     IdempotencyKey, IdempotencyStatus, Rejection,
@@ -29,6 +24,7 @@ use crate::{
     observe::{self, Operation},
     record::{Fingerprint, Record, RecordId},
     recovery::{InFlight, StoreFailure},
+    response_future::ResponseFuture,
     retained::RetainedResponse,
     scope::{MAX_SCOPE_LEN, Scope},
     store::{Checkpoints, Claim, ClaimRequest, Held, Store, StoreErrorKind},
@@ -269,11 +265,7 @@ async fn claim<S: Store + Checkpoints>(
         .live
         .admit(options.max_running)
         .ok_or(Rejection::Overloaded)?;
-    let mut request = ClaimRequest::new(
-        asked.id.clone(),
-        options.fingerprint.name(),
-        fingerprint,
-    );
+    let mut request = ClaimRequest::new(asked.id.clone(), options.fingerprint.name(), fingerprint);
     request.lease = options.lease;
     request.max_run = options.max_run;
     request.abandoned_ttl = options.abandoned_ttl;
@@ -437,7 +429,9 @@ impl<S: Store + Checkpoints> Engine<S> {
             Ok(retained) => retained,
             Err(error) => {
                 observe::damaged_record(&error);
-                return self.options.refuse(Some(head), &Rejection::StoreUnavailable);
+                return self
+                    .options
+                    .refuse(Some(head), &Rejection::StoreUnavailable);
             }
         };
         observe::decided(IdempotencyStatus::Replayed, None);
@@ -470,116 +464,4 @@ fn unprotected(mut response: Response<Body>) -> Response<Body> {
         .extensions_mut()
         .insert(IdempotencyStatus::Unprotected);
     response
-}
-
-type Run<E> = Pin<Box<dyn Future<Output = Result<Response<Body>, E>> + Send>>;
-
-pin_project! {
-    /// The response future of [`IdempotencyService`].
-    ///
-    /// Dropping it before a claim is sent leaves nothing behind. Dropping it later does not end the
-    /// run: it goes on as a task of the runtime the request came in on, to its end, and is recorded.
-    pub struct ResponseFuture<F, E> {
-        #[pin]
-        kind: Kind<F, E>,
-    }
-}
-
-pin_project! {
-    #[project = KindProjection]
-    enum Kind<F, E> {
-        Pass { #[pin] future: F },
-        Refused { response: Option<Response<Body>> },
-        Keyed { run: Survivor<E> },
-    }
-}
-
-impl<F, E> ResponseFuture<F, E> {
-    fn pass(future: F) -> Self {
-        let kind = Kind::Pass { future };
-        Self { kind }
-    }
-
-    fn refused(response: Response<Body>) -> Self {
-        let response = Some(response);
-        let kind = Kind::Refused { response };
-        Self { kind }
-    }
-
-    fn keyed(run: Run<E>, attempt: Arc<Attempt>) -> Self
-    where
-        E: Send + 'static,
-    {
-        let run = Survivor {
-            run: Some(run),
-            attempt,
-            runtime: Handle::try_current().ok(),
-            span: Span::current(),
-            go_on: |runtime, run, span| drop(runtime.spawn(run.instrument(span))),
-        };
-        let kind = Kind::Keyed { run };
-        Self { kind }
-    }
-}
-
-impl<F, E, RB> Future for ResponseFuture<F, E>
-where
-    F: Future<Output = Result<Response<RB>, E>>,
-    RB: http_body::Body<Data = Bytes> + Send + 'static,
-    RB::Error: Into<axum::BoxError>,
-{
-    type Output = Result<Response<Body>, E>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.project().kind.project() {
-            KindProjection::Pass { future } => {
-                let response = ready!(future.poll(cx))?;
-                Poll::Ready(Ok(response.map(Body::new)))
-            }
-            KindProjection::Refused { response } => {
-                let response = response.take();
-                Poll::Ready(Ok(response.expect("polled after it was ready")))
-            }
-            KindProjection::Keyed { run } => run.poll(cx),
-        }
-    }
-}
-
-impl<F, E> fmt::Debug for ResponseFuture<F, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResponseFuture").finish_non_exhaustive()
-    }
-}
-
-/// A run that outlives whoever polls it.
-struct Survivor<E> {
-    run: Option<Run<E>>,
-    attempt: Arc<Attempt>,
-    /// Taken when the future is made: in `drop` there may be no runtime, and the span is another.
-    runtime: Option<Handle>,
-    span: Span,
-    go_on: fn(&Handle, Run<E>, Span),
-}
-
-impl<E> Survivor<E> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, E>> {
-        // Out of `self` while it is polled: a poll that unwinds leaves nothing to go on with.
-        let mut run = self.run.take().expect("polled after it was ready");
-        let answer = run.as_mut().poll(cx);
-        if answer.is_pending() {
-            self.run = Some(run);
-        }
-        answer
-    }
-}
-
-impl<E> Drop for Survivor<E> {
-    fn drop(&mut self) {
-        if let (Some(run), Some(runtime)) = (self.run.take(), &self.runtime)
-            && self.attempt.must_finish()
-        {
-            self.attempt.set_gone();
-            (self.go_on)(runtime, run, mem::replace(&mut self.span, Span::none()));
-        }
-    }
 }
