@@ -4,6 +4,7 @@
 
 pub mod bodies;
 pub mod http2;
+pub mod logs;
 pub mod wire;
 
 use std::{
@@ -80,6 +81,22 @@ impl World {
             Data::Sqlite(folder) => Some(folder.path().join("idempotency.db")),
         }
     }
+}
+
+/// Both stores on the machine's own clock, for what must hold in real time. The folder holds the
+/// SQLite file.
+pub async fn stores_in_real_time(folder: &std::path::Path) -> [(&'static str, TestStore); 2] {
+    let sqlite = tower_idempotency::SqliteStore::open(folder.join("idempotency.db"));
+    [
+        (
+            "memory",
+            FaultyStore::new(AnyStore::new(MemoryStore::new())),
+        ),
+        (
+            "sqlite",
+            FaultyStore::new(AnyStore::new(sqlite.await.unwrap())),
+        ),
+    ]
 }
 
 /// Writes one test per store: `every_store! { async fn name(world: World) { … } }` becomes
@@ -203,12 +220,7 @@ pub fn post(key: &str, body: impl Into<Body>) -> Request<Body> {
     request("POST", "/charges", Some(key), body)
 }
 
-pub fn request(
-    method: &str,
-    uri: &str,
-    key: Option<&str>,
-    body: impl Into<Body>,
-) -> Request<Body> {
+pub fn request(method: &str, uri: &str, key: Option<&str>, body: impl Into<Body>) -> Request<Body> {
     let mut request = Request::builder()
         .method(method)
         .uri(uri)
@@ -262,19 +274,31 @@ impl Answer {
     /// body bytes, and the marker that the first answer must not have.
     #[track_caller]
     pub fn assert_replays(&self, first: &Answer) {
-        assert!(!first.headers.contains_key("idempotent-replay"), "the first answer is marked");
-        assert_eq!(self.header("idempotent-replay"), Some("true"), "the replay is not marked: {self:?}");
+        assert!(
+            !first.headers.contains_key("idempotent-replay"),
+            "the first answer is marked"
+        );
+        assert_eq!(
+            self.header("idempotent-replay"),
+            Some("true"),
+            "the replay is not marked: {self:?}"
+        );
         assert!(self.replay);
         assert_eq!(self.status, first.status);
         assert_eq!(self.body, first.body);
         for name in first.headers.keys() {
-            if ["date", "content-length", "transfer-encoding", "connection"].contains(&name.as_str()) {
+            if ["date", "content-length", "transfer-encoding", "connection"]
+                .contains(&name.as_str())
+            {
                 continue;
             }
-            let values = |headers: &HeaderMap| -> Vec<_> {
-                headers.get_all(name).iter().cloned().collect()
-            };
-            assert_eq!(values(&self.headers), values(&first.headers), "header {name}");
+            let values =
+                |headers: &HeaderMap| -> Vec<_> { headers.get_all(name).iter().cloned().collect() };
+            assert_eq!(
+                values(&self.headers),
+                values(&first.headers),
+                "header {name}"
+            );
         }
     }
 }
