@@ -339,6 +339,35 @@ async fn a_neighbour_that_writes_in_a_loop_makes_no_claim_fail() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn two_instances_over_the_same_keys_in_different_orders_agree_on_the_winners() {
+    for journal in [Journal::Wal, Journal::Delete] {
+        let (_directory, path) = place();
+        let options = SqliteStore::options(&path).journal(journal);
+        let options = options.busy_timeout(Duration::from_secs(30));
+        let (one, two) = (options.clone().open().await, options.open().await);
+        let stores = [one.unwrap(), two.unwrap()];
+        let mut runs = JoinSet::new();
+        for n in 0..400_u32 {
+            let store = stores[n as usize % 2].clone();
+            let key = if n % 2 == 0 { n / 2 } else { 199 - n / 2 };
+            runs.spawn(async move {
+                match store.claim(request(key.to_be_bytes())).await.unwrap() {
+                    Claim::Won(ticket) => {
+                        let settled = complete(&store, &ticket).await.unwrap();
+                        assert_eq!(settled, Settled::Done);
+                        1
+                    }
+                    Claim::InFlight(_) | Claim::Completed(_) => 0,
+                    Claim::Abandoned(held) => panic!("both are alive: {held:?}"),
+                }
+            });
+        }
+        assert_eq!(runs.join_all().await.iter().sum::<u32>(), 200);
+        assert_eq!(stores[0].counts().await.unwrap().completed, 200);
+    }
+}
+
 #[tokio::test]
 async fn a_lock_that_is_never_given_back_is_an_error_in_time_and_no_more_afterwards() {
     let (_directory, path) = place();

@@ -171,7 +171,10 @@ impl Game {
         let mut claim = ClaimRequest::new(id, "random", fingerprint);
         claim.request_id = (self.dice.roll(2) == 0).then(|| format!("request {number}").into());
         claim.mode = *self.dice.pick(&[Mode::Plain, Mode::Transactional]);
-        claim.lease = self.dice.duration();
+        claim.lease = match self.dice.roll(4) {
+            0 => Duration::ZERO,
+            _ => self.dice.duration(),
+        };
         claim.max_run = self.dice.duration() * 2;
         claim.abandoned_ttl = (self.dice.roll(3) == 0).then(|| self.dice.duration());
         claim.token = match self.dice.roll(6) {
