@@ -55,8 +55,8 @@ WHERE o.name IN (
 ORDER BY o.name";
 
 /// How long SQLite itself waits for a lock, before this crate asks again. Short, because SQLite's
-/// pauses grow to 100 ms, and a writer that comes by so seldom never meets the moment in which a
-/// busy neighbour has the lock free.
+/// pauses grow to 100 ms, and a writer that comes by so seldom hardly ever meets the moment in
+/// which a busy neighbour has the lock free.
 const LOCK_POLL: Duration = Duration::from_millis(2);
 
 /// A database file and how it is to be opened.

@@ -285,6 +285,41 @@ async fn dropping_the_last_handle_ends_the_writer_and_its_connection() {
     assert!(matches!(store.claim(again).await, Ok(Claim::InFlight(_))));
 }
 
+/// Set in the process that is to crash.
+const CRASH: &str = "TOWER_IDEMPOTENCY_TEST_CRASH";
+
+#[tokio::test]
+async fn a_process_that_crashes_leaves_its_records_and_a_lease_that_lapses() {
+    if let Some(path) = std::env::var_os(CRASH) {
+        let store = SqliteStore::open(path).await.unwrap();
+        let ticket = win(&store, "completed").await;
+        assert_eq!(complete(&store, &ticket).await.unwrap(), Settled::Done);
+        let _ = win(&store, "running").await;
+        std::process::abort();
+    }
+    let (_directory, path) = place();
+    let name =
+        "store::sqlite::tests::a_process_that_crashes_leaves_its_records_and_a_lease_that_lapses";
+    let crashed = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name])
+        .env(CRASH, &path)
+        .output()
+        .unwrap();
+    assert_eq!(crashed.status.code(), None, "it was to end by a signal");
+    let store = SqliteStore::open(&path).await.unwrap();
+    let completed = store.claim(request("completed")).await.unwrap();
+    assert!(matches!(completed, Claim::Completed(_)), "{completed:?}");
+    let held = store.claim(request("running")).await.unwrap();
+    assert!(matches!(held, Claim::InFlight(_)), "{held:?}");
+    execute(
+        &path,
+        "UPDATE idempotency_owners SET alive_until = alive_until - 30000000",
+    )
+    .await;
+    let abandoned = store.claim(request("running")).await.unwrap();
+    assert!(matches!(abandoned, Claim::Abandoned(_)), "{abandoned:?}");
+}
+
 /// Writes in a loop with hardly a moment between two transactions.
 fn busy_neighbour(path: PathBuf, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<usize> {
     std::thread::spawn(move || {
