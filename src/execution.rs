@@ -72,12 +72,24 @@ impl<I: Clone> Inner<I> {
     }
 }
 
-/// How the inner service ended.
-enum Ended<E> {
-    Answered(Parts, Body, Outcome),
-    Failed(E),
+/// How a future of the inner service ended.
+enum Watched<T> {
+    Done(T),
     Panicked(Panic),
     Aborted,
+}
+
+/// Polls the future until it ends, panics, or the run is told to stop. By then it is dropped: it
+/// has ended before anything is said about it.
+async fn watched<S, F: Future>(engine: &Engine<S>, future: F) -> Watched<F::Output> {
+    let mut future = pin!(future);
+    let mut aborted = pin!(engine.live.aborted());
+    poll_fn(|cx| match poll_caught(future.as_mut(), cx) {
+        Poll::Ready(Ok(output)) => Poll::Ready(Watched::Done(output)),
+        Poll::Ready(Err(panic)) => Poll::Ready(Watched::Panicked(panic)),
+        Poll::Pending => aborted.as_mut().poll(cx).map(|()| Watched::Aborted),
+    })
+    .await
 }
 
 /// What a record is to become.
@@ -141,31 +153,26 @@ where
         settle(&engine, &ticket, undo, hold).await;
         return Ok(Response::new(Body::empty()));
     }
-    if let Err(error) = inner.make_ready().await {
-        settle(&engine, &ticket, undo, hold).await;
-        return Err(error);
+    if !inner.ready {
+        // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
+        // nothing has begun by then.
+        let readied = watched(&engine, inner.make_ready()).await;
+        if !matches!(readied, Watched::Done(Ok(()))) {
+            settle(&engine, &ticket, undo, hold).await;
+        }
+        match readied {
+            Watched::Done(readied) => readied?,
+            Watched::Panicked(panic) => resume_unwind(panic),
+            Watched::Aborted => return Ok(engine.options.refuse(None, &Rejection::Overloaded)),
+        }
     }
     request
         .extensions_mut()
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
 
-    let ended = {
-        let mut answer = pin!(answer(&engine, inner, request));
-        let mut aborted = pin!(engine.live.aborted());
-        poll_fn(|cx| match poll_caught(answer.as_mut(), cx) {
-            Poll::Ready(Ok(Ok((parts, body, outcome)))) => {
-                Poll::Ready(Ended::Answered(parts, body, outcome))
-            }
-            Poll::Ready(Ok(Err(error))) => Poll::Ready(Ended::Failed(error)),
-            Poll::Ready(Err(panic)) => Poll::Ready(Ended::Panicked(panic)),
-            Poll::Pending => aborted.as_mut().poll(cx).map(|()| Ended::Aborted),
-        })
-        .await
-        // Here the handler is dropped: it has ended before anything is said about it.
-    };
-
+    let ended = watched(&engine, answer(&engine, inner, request)).await;
     match ended {
-        Ended::Answered(parts, body, outcome) => {
+        Watched::Done(Ok((parts, body, outcome))) => {
             settle(&engine, &ticket, outcome, hold).await;
             let status = if ticket.attempt == 1 {
                 IdempotencyStatus::Executed
@@ -177,17 +184,17 @@ where
             response.extensions_mut().insert(status);
             Ok(response)
         }
-        Ended::Failed(error) => {
+        Watched::Done(Err(error)) => {
             observe::abandoned("the inner service failed");
             settle(&engine, &ticket, Outcome::Abandoned, hold).await;
             Err(error)
         }
-        Ended::Panicked(panic) => {
+        Watched::Panicked(panic) => {
             observe::abandoned("the handler panicked");
             settle(&engine, &ticket, Outcome::Abandoned, hold).await;
             resume_unwind(panic)
         }
-        Ended::Aborted => {
+        Watched::Aborted => {
             observe::abandoned("the run was aborted by drain");
             settle(&engine, &ticket, Outcome::Abandoned, hold).await;
             let rejection = Rejection::OutcomeUnknown {
@@ -223,7 +230,7 @@ where
             let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
             match capture_response(body, limit, patience).await {
                 Captured::Whole(data, body) => {
-                    let keep = |name: &_| engine.skipped.keeps(&parts.headers, name);
+                    let keep = engine.skipped.keeps(&parts.headers);
                     let stored = retained::encode(parts.status, &parts.headers, &data, keep);
                     let kept = Outcome::Completed(Completion::retained(parts.status, stored));
                     Ok((parts, body, kept))

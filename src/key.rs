@@ -131,7 +131,7 @@ impl KeyFormat {
         if !self.bare && !value.is_empty() {
             return Err(InvalidKey::NotQuoted);
         }
-        if !value.iter().all(|byte| is_bare(*byte)) {
+        if !value.iter().all(|byte| BARE[usize::from(*byte)]) {
             return Err(InvalidKey::Characters);
         }
         self.accept(value)
@@ -221,9 +221,16 @@ impl fmt::Display for InvalidKey {
 
 impl std::error::Error for InvalidKey {}
 
-fn is_bare(byte: u8) -> bool {
-    matches!(byte, 0x21..=0x7E) && !matches!(byte, b'"' | b'\'' | b',' | b';' | b'\\')
-}
+/// Which bytes a bare key may have: looked up, because every byte of every key is asked.
+const BARE: [bool; 256] = {
+    let mut bare = [false; 256];
+    let mut byte = 0x21;
+    while byte <= 0x7E {
+        bare[byte] = !matches!(byte as u8, b'"' | b'\'' | b',' | b';' | b'\\');
+        byte += 1;
+    }
+    bare
+};
 
 fn is_uuid(key: &[u8]) -> bool {
     key.len() == 36

@@ -184,24 +184,28 @@ impl SkippedHeaders {
         ]
     }
 
-    /// Hop-by-hop and framing fields describe this one message on this one connection (RFC 9110
-    /// §7.6.1): kept, they would corrupt the replay, so they are skipped whatever is configured.
-    pub(crate) fn keeps(&self, headers: &HeaderMap, name: &HeaderName) -> bool {
-        let framing = matches!(
-            name.as_str(),
-            "connection"
-                | "content-length"
-                | "keep-alive"
-                | "proxy-connection"
-                | "te"
-                | "trailer"
-                | "transfer-encoding"
-                | "upgrade"
-        );
-        !framing
-            && *name != self.replay_header
-            && !self.names.contains(name)
-            && !named_by_connection(headers, name)
+    /// Which of these headers are kept. Hop-by-hop and framing fields describe this one message on
+    /// this one connection (RFC 9110 §7.6.1): kept, they would corrupt the replay, so they are
+    /// skipped whatever is configured.
+    pub(crate) fn keeps<'a>(&'a self, headers: &'a HeaderMap) -> impl Fn(&HeaderName) -> bool + 'a {
+        let names_some = headers.contains_key(header::CONNECTION);
+        move |name| {
+            let framing = matches!(
+                name.as_str(),
+                "connection"
+                    | "content-length"
+                    | "keep-alive"
+                    | "proxy-connection"
+                    | "te"
+                    | "trailer"
+                    | "transfer-encoding"
+                    | "upgrade"
+            );
+            !framing
+                && *name != self.replay_header
+                && !self.names.contains(name)
+                && !(names_some && named_by_connection(headers, name))
+        }
     }
 }
 

@@ -178,7 +178,6 @@ struct Asked<'a> {
 }
 
 /// What is to be done with a keyed request that is not refused.
-#[expect(clippy::large_enum_variant)] // A replay costs no allocation; see `Claim`.
 enum Decision {
     Run(Claimed),
     Replay(Record),
@@ -246,7 +245,6 @@ async fn wait<S: Store + Checkpoints>(
 }
 
 /// What one look at the store came to.
-#[expect(clippy::large_enum_variant)] // A replay costs no allocation; see `Claim`.
 enum Claiming {
     Decided(Decision),
     InFlight(Held),

@@ -265,9 +265,6 @@ impl ClaimRequest {
 /// What a claim found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-// A completed record travels inline: a replay is the commonest answer of all, and a box would
-// cost it an allocation.
-#[expect(clippy::large_enum_variant)]
 pub enum Claim {
     /// The right to run.
     Won(Ticket),
