@@ -156,14 +156,19 @@ where
     if !inner.ready {
         // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
         // nothing has begun by then.
-        let readied = watched(&engine, inner.make_ready()).await;
-        if !matches!(readied, Watched::Done(Ok(()))) {
+        let unready = match watched(&engine, inner.make_ready()).await {
+            Watched::Done(Ok(())) => None,
+            Watched::Done(Err(error)) => Some(Watched::Done(error)),
+            Watched::Panicked(panic) => Some(Watched::Panicked(panic)),
+            Watched::Aborted => Some(Watched::Aborted),
+        };
+        if let Some(unready) = unready {
             settle(&engine, &ticket, undo, hold).await;
-        }
-        match readied {
-            Watched::Done(readied) => readied?,
-            Watched::Panicked(panic) => resume_unwind(panic),
-            Watched::Aborted => return Ok(engine.options.refuse(None, &Rejection::Overloaded)),
+            return match unready {
+                Watched::Done(error) => Err(error),
+                Watched::Panicked(panic) => resume_unwind(panic),
+                Watched::Aborted => Ok(engine.options.refuse(None, &Rejection::Overloaded)),
+            };
         }
     }
     request

@@ -5,6 +5,7 @@
 pub mod bodies;
 pub mod http2;
 pub mod logs;
+pub mod puppet;
 pub mod wire;
 
 use std::{
