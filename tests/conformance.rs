@@ -140,3 +140,44 @@ mod any_store {
 
     store_conformance!(Any);
 }
+
+#[cfg(feature = "sqlite")]
+mod sqlite {
+    use tempfile::TempDir;
+    use tower_idempotency::SqliteStore;
+
+    use super::*;
+
+    /// One database file, on a clock that stands still.
+    struct Sqlite {
+        folder: TempDir,
+        clock: FakeClock,
+    }
+
+    impl Harness for Sqlite {
+        type Store = SqliteStore;
+
+        async fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let clock = FakeClock::new();
+            Self { folder, clock }
+        }
+
+        async fn open(&self) -> SqliteStore {
+            let options = SqliteStore::options(self.folder.path().join("idempotency.db"));
+            options.clock(self.clock.clone()).open().await.unwrap()
+        }
+
+        async fn advance(&self, by: Duration) {
+            self.clock.advance(by);
+        }
+
+        async fn small(&self) -> Option<SqliteStore> {
+            let options = SqliteStore::options(self.folder.path().join("small.db"));
+            let options = options.clock(self.clock.clone()).max_records(40);
+            Some(options.open().await.unwrap())
+        }
+    }
+
+    store_conformance!(Sqlite);
+}
