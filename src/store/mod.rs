@@ -45,7 +45,8 @@
 //!     when the lease has lapsed or the claim was marked abandoned, as long as nobody took over.
 //! 16. `complete` sent again with its token answers `Done` and changes nothing.
 //! 17. `complete`, `release`, `abandon` and `Checkpoints::save` with another token, or without a
-//!     record, change nothing and answer `Lost`.
+//!     record, change nothing and answer `Lost`. So do `release`, `abandon` and
+//!     `save` with its token once the record is completed.
 //! 18. `release` with its token frees the key: the next claim is won with attempt 1. Where
 //!     checkpoints were saved, the record becomes `Released` instead: it answers `Abandoned` with
 //!     `released` set, its checkpoints stay, and it expires after the `ttl` given.
