@@ -5,7 +5,7 @@ use super::*;
 use crate::record::{Fingerprint, RecordId};
 use crate::{IdempotencyKey, Scope};
 
-#[path = "protocol_explored.rs"]
+#[path = "protocol_explored/mod.rs"]
 mod explored;
 
 const NOW: Timestamp = Timestamp::from_micros(1_000_000);
