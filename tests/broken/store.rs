@@ -170,11 +170,9 @@ impl Store for Broken {
                 let key = request.id.key.as_bytes().split(|byte| *byte == 0).next();
                 request.id.key = IdempotencyKey::new(key.unwrap_or_default());
             }
-            How::ReadsThenWrites => {
-                if self.inner.get(&request.id).await?.is_none() {
-                    tokio::task::yield_now().await;
-                    self.inner.forget(&request.id).await?;
-                }
+            How::ReadsThenWrites if self.inner.get(&request.id).await?.is_none() => {
+                tokio::task::yield_now().await;
+                self.inner.forget(&request.id).await?;
             }
             How::StaysBusy => {
                 if self.shared.busy.swap(true, Ordering::SeqCst) {
