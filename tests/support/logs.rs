@@ -23,8 +23,9 @@ pub struct Logged {
     pub target: String,
     /// Message and fields in one line.
     pub text: String,
-    /// The spans it happened in.
-    spans: Vec<u64>,
+    /// The names of the spans it happened in, the innermost first.
+    pub spans: Vec<&'static str>,
+    ids: Vec<u64>,
 }
 
 impl Logged {
@@ -67,7 +68,7 @@ impl Logs {
     pub fn within(&self, span: &Span) -> Vec<Logged> {
         let id = span.id().expect("nobody listens to this span").into_u64();
         let mut logged = self.all();
-        logged.retain(|event| event.spans.contains(&id));
+        logged.retain(|event| event.ids.contains(&id));
         logged
     }
 
@@ -93,12 +94,13 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collect {
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
         let mut line = Line(String::new());
         event.record(&mut line);
-        let scope = context.event_scope(event).into_iter().flatten();
+        let spans = || context.event_scope(event).into_iter().flatten();
         let logged = Logged {
             level: *event.metadata().level(),
             target: event.metadata().target().to_owned(),
             text: line.0,
-            spans: scope.map(|span| span.id().into_u64()).collect(),
+            spans: spans().map(|span| span.name()).collect(),
+            ids: spans().map(|span| span.id().into_u64()).collect(),
         };
         self.0.0.lock().unwrap().push(logged);
     }
