@@ -180,7 +180,7 @@ struct Asked<'a> {
 /// What is to be done with a keyed request that is not refused.
 enum Decision {
     Run(Claimed),
-    Replay(Record),
+    Replay(Box<Record>),
     Unprotected,
 }
 
@@ -415,7 +415,7 @@ impl<S: Store + Checkpoints> Engine<S> {
     }
 
     /// The answer of a completed record.
-    fn replay(&self, head: &Parts, record: Record) -> Response<Body> {
+    fn replay(&self, head: &Parts, record: Box<Record>) -> Response<Body> {
         let Some(stored) = record.response else {
             let rejection = Rejection::ResponseNotRetained {
                 status: record.status,

@@ -54,7 +54,8 @@ struct Shared {
 
 #[derive(Default)]
 struct Data {
-    slots: HashMap<RecordId, Slot>,
+    /// Boxed, so that the table stays small and grows without moving the records themselves.
+    slots: HashMap<RecordId, Box<Slot>>,
     leases: Leases,
     /// When to look at a record again. May name records that are gone or live longer by now.
     due: BinaryHeap<Reverse<(Timestamp, RecordId)>>,
@@ -204,10 +205,7 @@ impl Data {
         id: &RecordId,
         operation: impl FnOnce(Option<Record>, &mut Vec<Checkpoint>, &mut Leases) -> (Option<Record>, R),
     ) -> R {
-        let slot = match self.slots.get_mut(id) {
-            Some(slot) => slot,
-            None => self.slots.entry(id.clone()).or_default(),
-        };
+        let slot = self.slots.entry(id.clone()).or_default();
         self.bytes -= slot.bytes();
         let (record, reply) =
             operation(slot.record.take(), &mut slot.checkpoints, &mut self.leases);
@@ -224,14 +222,16 @@ impl Data {
         id: &RecordId,
         operation: impl FnOnce(Option<Record>, &mut Vec<Checkpoint>) -> (Option<Record>, Settled),
     ) -> Settled {
-        let settled = self.apply(id, |slot, saved, _| operation(slot, saved));
-        if settled == Settled::Done
-            && let Some(record) = self.slots.get(id).and_then(|slot| slot.record.as_ref())
-        {
-            let at = [record.response_expires, record.expires];
-            self.due
-                .extend(at.into_iter().flatten().map(|at| Reverse((at, id.clone()))));
-        }
+        let mut due = [None; 2];
+        let settled = self.apply(id, |slot, saved, _| {
+            let (record, settled) = operation(slot, saved);
+            if let (Some(record), Settled::Done) = (&record, settled) {
+                due = [record.response_expires, record.expires];
+            }
+            (record, settled)
+        });
+        let due = due.into_iter().flatten();
+        self.due.extend(due.map(|at| Reverse((at, id.clone()))));
         settled
     }
 
@@ -269,6 +269,12 @@ impl Data {
 impl Store for MemoryStore {
     async fn claim(&self, request: ClaimRequest) -> Result<Claim, StoreError> {
         let (mut data, now) = self.open()?;
+        let known = data.slots.get(&request.id);
+        if let Some(record) = known.and_then(|slot| slot.record.as_ref())
+            && let Some(claim) = protocol::look(record, &request, &data.leases, now)
+        {
+            return Ok(claim);
+        }
         data.purge(2, now);
         let limits = &self.shared.options;
         let full =

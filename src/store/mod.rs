@@ -272,7 +272,7 @@ pub enum Claim {
     /// Somebody else runs.
     InFlight(Held),
     /// It is done.
-    Completed(Record),
+    Completed(Box<Record>),
     /// Somebody ran and fell silent, or released it with checkpoints.
     Abandoned(Held),
 }

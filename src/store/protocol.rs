@@ -67,27 +67,17 @@ pub(crate) fn claim(
     leases: &Leases,
     now: Timestamp,
 ) -> (Option<Record>, Claim) {
-    let Some(mut record) = slot.filter(|record| !record.is_expired(now)) else {
+    let Some(record) = slot.filter(|record| !record.is_expired(now)) else {
         let record = Record::claimed(request, owner, now);
         let ticket = record.ticket();
         return (Some(record), Claim::Won(ticket));
     };
-    if record.state == State::Completed {
-        record.drop_expired_response(now);
-        return (Some(record.clone()), Claim::Completed(record));
-    }
     if record.state == State::Running && record.token == request.token {
         let ticket = record.ticket();
         return (Some(record), Claim::Won(ticket));
     }
-    let claimable = record.state == State::Released || record.is_abandoned(leases, now);
-    if !claimable {
-        let held = Held::of(&record);
-        return (Some(record), Claim::InFlight(held));
-    }
-    if request.replaces != Some(record.token) {
-        let held = Held::of(&record);
-        return (Some(record), Claim::Abandoned(held));
+    if let Some(standing) = stands_in_the_way(&record, request, leases, now) {
+        return (Some(record), standing);
     }
     let next = Record {
         attempt: record.attempt.saturating_add(1),
@@ -97,6 +87,40 @@ pub(crate) fn claim(
     };
     let ticket = next.ticket();
     (Some(next), Claim::Won(ticket))
+}
+
+/// The answer to a rival's claim on a live record that it may not take over; nothing changes.
+fn stands_in_the_way(
+    record: &Record,
+    request: &ClaimRequest,
+    leases: &Leases,
+    now: Timestamp,
+) -> Option<Claim> {
+    if record.state == State::Completed {
+        let mut record = record.clone();
+        record.drop_expired_response(now);
+        return Some(Claim::Completed(Box::new(record)));
+    }
+    let claimable = record.state == State::Released || record.is_abandoned(leases, now);
+    if !claimable {
+        return Some(Claim::InFlight(Held::of(record)));
+    }
+    let may = request.replaces == Some(record.token);
+    (!may).then(|| Claim::Abandoned(Held::of(record)))
+}
+
+/// What [`claim`] would answer, where it would change nothing: cheaper, since the record stays
+/// where it is.
+pub(crate) fn look(
+    record: &Record,
+    request: &ClaimRequest,
+    leases: &Leases,
+    now: Timestamp,
+) -> Option<Claim> {
+    if record.is_expired(now) || record.token == request.token {
+        return None;
+    }
+    stands_in_the_way(record, request, leases, now)
 }
 
 /// Contract 15–17, 19.

@@ -210,7 +210,7 @@ fn the_living_and_the_completed_are_not_taken_over_by_naming_their_token() {
     let before = slot.record.clone().unwrap();
     assert_eq!(
         slot.claim(2, &replacing(2, 1), NOW),
-        Claim::Completed(before.clone())
+        Claim::Completed(Box::new(before.clone()))
     );
     assert_eq!(slot.record, Some(before));
 }

@@ -136,7 +136,7 @@ impl<S: Inspect + Checkpoints> Tried<S> {
 
     pub(super) async fn find_completed(&self, request: &ClaimRequest) -> Record {
         match self.claim(request).await {
-            Claim::Completed(record) => record,
+            Claim::Completed(record) => *record,
             other => panic!(
                 "contract {}: this claim must find the record completed; the store answered {other:?}",
                 self.number

@@ -75,7 +75,7 @@ fn unowned(mut record: Record) -> Record {
 async fn carry_out(store: &(impl Inspect + Checkpoints), step: Step) -> Answer {
     let answer = match step {
         Step::Claim(request) => store.claim(request).await.map(|claim| match claim {
-            Claim::Completed(record) => Answer::Claim(Claim::Completed(unowned(record))),
+            Claim::Completed(record) => Answer::Claim(Claim::Completed(Box::new(unowned(*record)))),
             claim => Answer::Claim(claim),
         }),
         Step::Complete(ticket, done, lifetimes) => {
