@@ -89,10 +89,10 @@
 //! # Stability
 //!
 //! Semantic versioning covers this API; the codes, members and default statuses of refusals; the
-//! default header names; the stored form of a [`RetainedResponse`]; the
-//! names and digests of the fingerprint schemes; and the tables of the SQLite store. Every version
-//! reads what earlier ones have stored, or its entry in the changelog says what to do. The texts of
-//! problems and events may change at any time.
+//! default header names; the stored form of a [`RetainedResponse`]; the names and digests of the
+//! fingerprint schemes; and the tables of the SQLite store. Every version reads what earlier ones
+//! have stored, or its entry in the changelog says what to do. The texts of problems and events may
+//! change at any time.
 //!
 //! Enums and option structs are `#[non_exhaustive]`. The minimum supported Rust version is 1.95; it
 //! is raised in minor versions only.
