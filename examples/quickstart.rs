@@ -252,8 +252,9 @@ impl<E: Error> From<E> for Failure {
 
 /// An environment variable, or its default.
 fn variable<T: FromStr>(name: &str, default: &str, expected: &str) -> Result<T, Failure> {
-    let value = env::var(name).unwrap_or_else(|_| default.into());
-    let value = Some(value.trim()).filter(|value| !value.is_empty());
+    let value = env::var_os(name).unwrap_or_else(|| default.into());
+    let value = value.to_str().map(str::trim);
+    let value = value.filter(|value| !value.is_empty());
     let value = value.and_then(|value| value.parse().ok());
     value.ok_or_else(|| Failure(2, format!("{name} must be {expected}")))
 }
