@@ -144,12 +144,14 @@ async fn measure(body: Bytes) {
     let key = HeaderValue::from_static("7d0b5c1e-6f2a-4f57-9f4a-replayed0000");
     let get = || (0..REQUESTS).map(|_| request(Method::GET, None, &body));
     let post = || (0..REQUESTS).map(|_| request(Method::POST, Some(key.clone()), &body));
-    let bare = bare_router();
-    let no_op = bare_router().route_layer(MapRequestLayer::new(|request: Request<Body>| request));
+    let bare = bare_router().with_state(());
+    let no_op = bare_router()
+        .route_layer(MapRequestLayer::new(|request: Request<Body>| request))
+        .with_state(());
     for round in 0..ROUNDS {
         // Stores of their own for each round, so that no round pays for the size of the others.
-        let around = layer().layer(bare_router());
-        let routed = bare_router().route_layer(layer());
+        let around = layer().layer(bare_router().with_state(()));
+        let routed = bare_router().route_layer(layer()).with_state(());
         run(&bare, get(), false).await; // warms up after the stores of the last round were freed
         run(&around, post().take(1), false).await;
         run(&routed, post().take(1), false).await;

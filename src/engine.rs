@@ -25,7 +25,6 @@ use crate::{
     observe::{self, Operation},
     options::Options,
     record::Token,
-    retained::SkippedHeaders,
     store::{Settled, Store, StoreError, Ticket},
     waiting::Waiting,
 };
@@ -33,8 +32,7 @@ use crate::{
 /// One layer's view: its options over the shared rest.
 pub(crate) struct Engine<S> {
     pub(crate) store: S,
-    pub(crate) options: Options,
-    pub(crate) skipped: SkippedHeaders,
+    pub(crate) options: Arc<Options>,
     pub(crate) live: Arc<Live>,
 }
 
@@ -168,7 +166,7 @@ impl Drop for Registered {
 }
 
 impl<S: Store> Engine<S> {
-    pub(crate) fn new(store: S, options: Options, live: Arc<Live>) -> Self {
+    pub(crate) fn new(store: S, options: Arc<Options>, live: Arc<Live>) -> Self {
         let lease = options.lease.min(FOREVER);
         live.leases.send_if_modified(|(shortest, longest)| {
             let before = (*shortest, *longest);
@@ -177,10 +175,6 @@ impl<S: Store> Engine<S> {
         });
         Self {
             store,
-            skipped: SkippedHeaders::new(
-                options.skip_headers.clone(),
-                options.replay_header.clone(),
-            ),
             options,
             live,
         }
@@ -279,7 +273,7 @@ impl Drop for Mark {
 /// Heartbeat and purge, until the last handle of the layer is gone.
 async fn maintenance<S: Store>(
     store: S,
-    options: Options,
+    options: Arc<Options>,
     live: Weak<Live>,
     mut leases: watch::Receiver<(Duration, Duration)>,
 ) {

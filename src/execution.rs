@@ -235,7 +235,7 @@ where
             let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
             match capture_response(body, limit, patience).await {
                 Captured::Whole(data, body) => {
-                    let keep = engine.skipped.keeps(&parts.headers);
+                    let keep = options.skip_headers.keeps(&parts.headers);
                     let stored = retained::encode(parts.status, &parts.headers, &data, keep);
                     let kept = Outcome::Completed(Completion::retained(parts.status, stored));
                     Ok((parts, body, kept))

@@ -11,6 +11,7 @@ use crate::{
     bounded::within,
     engine::{Engine, Live},
     options::Options,
+    retained::SkippedHeaders,
     service::IdempotencyService,
     store::{Checkpoints, Store},
 };
@@ -48,7 +49,7 @@ use crate::{
 #[must_use = "a layer does nothing until it wraps a service"]
 pub struct IdempotencyLayer<S> {
     store: S,
-    options: Options,
+    options: Arc<Options>,
     live: Arc<Live>,
 }
 
@@ -71,9 +72,13 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     pub fn new(store: S) -> Self {
         Self {
             store,
-            options: Options::default(),
+            options: Arc::default(),
             live: Arc::new(Live::new()),
         }
+    }
+
+    fn options(&mut self) -> &mut Options {
+        Arc::make_mut(&mut self.options)
     }
 
     /// Stops admitting keyed requests (they get 503), waits at most `grace` for the runs to end,
@@ -123,7 +128,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).header_name(http::HeaderName::from_static("webhook-id"));
     /// ```
     pub fn header_name(mut self, name: HeaderName) -> Self {
-        self.options.header_name = name;
+        self.options().header_name = name;
         self
     }
 
@@ -140,7 +145,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).methods([http::Method::POST, http::Method::PUT, http::Method::DELETE]);
     /// ```
     pub fn methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
-        self.options.methods = coverable("methods", methods);
+        self.options().methods = coverable("methods", methods);
         self
     }
 
@@ -156,7 +161,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).required_methods([http::Method::POST, http::Method::PATCH]);
     /// ```
     pub fn required_methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
-        self.options.required_methods = coverable("required_methods", methods);
+        self.options().required_methods = coverable("required_methods", methods);
         self
     }
 
@@ -168,13 +173,13 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).optional();
     /// ```
     pub fn optional(mut self) -> Self {
-        let required = std::mem::take(&mut self.options.required_methods);
+        let required = std::mem::take(&mut self.options().required_methods);
         for method in required {
             if !self.options.methods.contains(&method) {
-                self.options.methods.push(method);
+                self.options().methods.push(method);
             }
         }
-        self.options.required_methods.clear();
+        self.options().required_methods.clear();
         self
     }
 
@@ -185,7 +190,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).key_format(KeyFormat::uuid());
     /// ```
     pub fn key_format(mut self, format: KeyFormat) -> Self {
-        self.options.key_format = format;
+        self.options().key_format = format;
         self
     }
 
@@ -205,10 +210,12 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     pub fn ttl(mut self, ttl: Duration) -> Self {
         assert!(!ttl.is_zero(), "ttl must be longer than zero");
         assert!(
-            self.options.response_ttl.is_none_or(|response| response <= ttl),
+            self.options
+                .response_ttl
+                .is_none_or(|response| response <= ttl),
             "ttl must not be shorter than response_ttl"
         );
-        self.options.ttl = ttl;
+        self.options().ttl = ttl;
         self
     }
 
@@ -226,8 +233,11 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn response_ttl(mut self, ttl: Duration) -> Self {
         assert!(!ttl.is_zero(), "response_ttl must be longer than zero");
-        assert!(ttl <= self.options.ttl, "response_ttl must not be longer than ttl");
-        self.options.response_ttl = Some(ttl);
+        assert!(
+            ttl <= self.options.ttl,
+            "response_ttl must not be longer than ttl"
+        );
+        self.options().response_ttl = Some(ttl);
         self
     }
 
@@ -245,7 +255,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn abandoned_ttl(mut self, ttl: Duration) -> Self {
         assert!(!ttl.is_zero(), "abandoned_ttl must be longer than zero");
-        self.options.abandoned_ttl = Some(ttl);
+        self.options().abandoned_ttl = Some(ttl);
         self
     }
 
@@ -264,8 +274,11 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn lease(mut self, lease: Duration) -> Self {
         assert!(!lease.is_zero(), "lease must be longer than zero");
-        assert!(lease <= self.options.max_run, "lease must not be longer than max_run");
-        self.options.lease = lease;
+        assert!(
+            lease <= self.options.max_run,
+            "lease must not be longer than max_run"
+        );
+        self.options().lease = lease;
         self
     }
 
@@ -286,7 +299,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
             max_run >= self.options.lease,
             "max_run must not be shorter than lease (set lease first)"
         );
-        self.options.max_run = max_run;
+        self.options().max_run = max_run;
         self
     }
 
@@ -303,7 +316,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn max_running(mut self, runs: usize) -> Self {
         assert!(runs > 0, "max_running must be at least 1");
-        self.options.max_running = runs;
+        self.options().max_running = runs;
         self
     }
 
@@ -320,7 +333,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn max_waiting(mut self, requests: usize) -> Self {
         assert!(requests > 0, "max_waiting must be at least 1");
-        self.options.max_waiting = requests;
+        self.options().max_waiting = requests;
         self
     }
 
@@ -333,7 +346,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Scope};
     /// #[derive(Clone)]
     /// struct AccountId(u64); // put into the request by the authentication outside
-    /// 
+    ///
     /// let layer = IdempotencyLayer::new(MemoryStore::new())
     ///     .scope(|head| head.extensions.get::<AccountId>().map(|id| Scope::new(id.0.to_be_bytes())));
     /// ```
@@ -341,7 +354,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         mut self,
         scope: impl Fn(&Parts) -> Option<Scope> + Send + Sync + 'static,
     ) -> Self {
-        self.options.scope = Some(Arc::new(scope));
+        self.options().scope = Some(Arc::new(scope));
         self
     }
 
@@ -352,7 +365,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).single_tenant();
     /// ```
     pub fn single_tenant(mut self) -> Self {
-        self.options.single_tenant = true;
+        self.options().single_tenant = true;
         self
     }
 
@@ -368,7 +381,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn fingerprint(mut self, scheme: impl FingerprintScheme) -> Self {
         check_scheme("fingerprint", &scheme);
-        self.options.fingerprint = Arc::new(scheme);
+        self.options().fingerprint = Arc::new(scheme);
         self
     }
 
@@ -384,7 +397,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn also_accept(mut self, scheme: impl FingerprintScheme) -> Self {
         check_scheme("also_accept", &scheme);
-        self.options.also_accept.push(Arc::new(scheme));
+        self.options().also_accept.push(Arc::new(scheme));
         self
     }
 
@@ -395,7 +408,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).retention(Retention::strict());
     /// ```
     pub fn retention(mut self, retention: Retention) -> Self {
-        self.options.retention = retention;
+        self.options().retention = retention;
         self
     }
 
@@ -415,7 +428,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
             in_flight != InFlight::Wait(Duration::ZERO),
             "in_flight: a wait must be longer than zero"
         );
-        self.options.in_flight = in_flight;
+        self.options().in_flight = in_flight;
         self
     }
 
@@ -434,7 +447,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
             recovery != Recovery::Rerun { max_attempts: 0 },
             "recovery: max_attempts must be at least 1"
         );
-        self.options.recovery = recovery;
+        self.options().recovery = recovery;
         self
     }
 
@@ -445,7 +458,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).store_failure(StoreFailure::RunUnprotected);
     /// ```
     pub fn store_failure(mut self, failure: StoreFailure) -> Self {
-        self.options.store_failure = failure;
+        self.options().store_failure = failure;
         self
     }
 
@@ -463,7 +476,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn store_timeout(mut self, timeout: Duration) -> Self {
         assert!(!timeout.is_zero(), "store_timeout must be longer than zero");
-        self.options.store_timeout = timeout;
+        self.options().store_timeout = timeout;
         self
     }
 
@@ -474,7 +487,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).request_body_limit(64 * 1024);
     /// ```
     pub fn request_body_limit(mut self, bytes: usize) -> Self {
-        self.options.request_body_limit = bytes;
+        self.options().request_body_limit = bytes;
         self
     }
 
@@ -486,7 +499,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).response_body_limit(256 * 1024);
     /// ```
     pub fn response_body_limit(mut self, bytes: usize) -> Self {
-        self.options.response_body_limit = bytes;
+        self.options().response_body_limit = bytes;
         self
     }
 
@@ -503,8 +516,11 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).buffer_timeout(Duration::from_secs(5));
     /// ```
     pub fn buffer_timeout(mut self, timeout: Duration) -> Self {
-        assert!(!timeout.is_zero(), "buffer_timeout must be longer than zero");
-        self.options.buffer_timeout = timeout;
+        assert!(
+            !timeout.is_zero(),
+            "buffer_timeout must be longer than zero"
+        );
+        self.options().buffer_timeout = timeout;
         self
     }
 
@@ -518,7 +534,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).skip_headers([http::header::DATE, http::header::SET_COOKIE, http::header::SERVER]);
     /// ```
     pub fn skip_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
-        self.options.skip_headers = names.into_iter().collect();
+        self.options().skip_headers = SkippedHeaders(names.into_iter().collect());
         self
     }
 
@@ -530,7 +546,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).replay_header(http::HeaderName::from_static("idempotent-replayed"));
     /// ```
     pub fn replay_header(mut self, name: HeaderName) -> Self {
-        self.options.replay_header = name;
+        self.options().replay_header = name;
         self
     }
 
@@ -546,8 +562,11 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).reuse_status(http::StatusCode::UNPROCESSABLE_ENTITY);
     /// ```
     pub fn reuse_status(mut self, status: StatusCode) -> Self {
-        assert!(status.is_client_error(), "reuse_status must be a 4xx status");
-        self.options.reuse_status = status;
+        assert!(
+            status.is_client_error(),
+            "reuse_status must be a 4xx status"
+        );
+        self.options().reuse_status = status;
         self
     }
 
@@ -565,7 +584,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// );
     /// ```
     pub fn rejections(mut self, render: impl RenderRejection) -> Self {
-        self.options.rejections = Arc::new(render);
+        self.options().rejections = Arc::new(render);
         self
     }
 
@@ -581,8 +600,11 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).documentation_url("https://pay.example/docs/idempotency");
     /// ```
     pub fn documentation_url(mut self, url: &str) -> Self {
-        assert!(url.parse::<Uri>().is_ok(), "documentation_url must be a URI");
-        self.options.documentation_url = Some(Arc::from(url));
+        assert!(
+            url.parse::<Uri>().is_ok(),
+            "documentation_url must be a URI"
+        );
+        self.options().documentation_url = Some(Arc::from(url));
         self
     }
 
@@ -595,7 +617,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).request_id_header(http::HeaderName::from_static("x-correlation-id"));
     /// ```
     pub fn request_id_header(mut self, name: HeaderName) -> Self {
-        self.options.request_id_header = name;
+        self.options().request_id_header = name;
         self
     }
 }
@@ -623,11 +645,7 @@ impl<I, S: Store + Checkpoints> Layer<I> for IdempotencyLayer<S> {
     type Service = IdempotencyService<I, S>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        let engine = Engine::new(
-            self.store.clone(),
-            self.options.clone(),
-            self.live.clone(),
-        );
+        let engine = Engine::new(self.store.clone(), self.options.clone(), self.live.clone());
         IdempotencyService::new(inner, Arc::new(engine))
     }
 }

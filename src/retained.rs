@@ -151,23 +151,12 @@ pub(crate) fn encode(
 
 /// Which fields of a response are not kept for retries.
 #[derive(Debug, Clone)]
-pub(crate) struct SkippedHeaders {
-    names: Vec<HeaderName>,
-    replay_header: HeaderName,
-}
+pub(crate) struct SkippedHeaders(pub(crate) Vec<HeaderName>);
 
-impl SkippedHeaders {
-    pub(crate) fn new(names: Vec<HeaderName>, replay_header: HeaderName) -> Self {
-        Self {
-            names,
-            replay_header,
-        }
-    }
-
-    /// What is skipped by default beside `Access-Control-*`: what is about the connection or the
-    /// moment, and credentials.
-    pub(crate) fn default_names() -> Vec<HeaderName> {
-        vec![
+impl Default for SkippedHeaders {
+    /// What is about the moment or the asking origin, and credentials.
+    fn default() -> Self {
+        Self(vec![
             header::DATE,
             header::SET_COOKIE,
             header::WWW_AUTHENTICATE,
@@ -181,9 +170,11 @@ impl SkippedHeaders {
             header::ACCESS_CONTROL_EXPOSE_HEADERS,
             header::ACCESS_CONTROL_MAX_AGE,
             HeaderName::from_static("access-control-allow-private-network"),
-        ]
+        ])
     }
+}
 
+impl SkippedHeaders {
     /// Which of these headers are kept. Hop-by-hop and framing fields describe this one message on
     /// this one connection (RFC 9110 §7.6.1): kept, they would corrupt the replay, so they are
     /// skipped whatever is configured.
@@ -202,8 +193,7 @@ impl SkippedHeaders {
                     | "upgrade"
             );
             !framing
-                && *name != self.replay_header
-                && !self.names.contains(name)
+                && !self.0.contains(name)
                 && !(names_some && named_by_connection(headers, name))
         }
     }
