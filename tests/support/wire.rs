@@ -50,6 +50,23 @@ impl Wire {
         self.0.flush().await.unwrap();
     }
 
+    /// The same to a server that may be gone; answers whether it took the bytes.
+    pub async fn try_write(&mut self, bytes: &[u8]) -> bool {
+        self.0.write_all(bytes).await.is_ok()
+    }
+
+    /// Reads until the other side ends the connection.
+    pub async fn read_to_end(&mut self) -> Vec<u8> {
+        let mut all = Vec::new();
+        loop {
+            let more = self.read_some(64 * 1024).await;
+            if more.is_empty() {
+                return all;
+            }
+            all.extend(more);
+        }
+    }
+
     /// Closes the connection with a reset, as a client does that dies.
     pub fn reset(self) {
         #[allow(deprecated)] // The replacement blocks; a linger of zero never does.
