@@ -200,7 +200,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When zero, or shorter than `response_ttl`.
+    /// When zero; and when a service is wrapped, if it is shorter than `response_ttl`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -209,12 +209,6 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn ttl(mut self, ttl: Duration) -> Self {
         assert!(!ttl.is_zero(), "ttl must be longer than zero");
-        assert!(
-            self.options
-                .response_ttl
-                .is_none_or(|response| response <= ttl),
-            "ttl must not be shorter than response_ttl"
-        );
         self.options().ttl = ttl;
         self
     }
@@ -224,7 +218,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When zero, or longer than `ttl`.
+    /// When zero; and when a service is wrapped, if it is longer than `ttl`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -233,10 +227,6 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn response_ttl(mut self, ttl: Duration) -> Self {
         assert!(!ttl.is_zero(), "response_ttl must be longer than zero");
-        assert!(
-            ttl <= self.options.ttl,
-            "response_ttl must not be longer than ttl"
-        );
         self.options().response_ttl = Some(ttl);
         self
     }
@@ -265,7 +255,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When zero, or longer than `max_run`.
+    /// When zero; and when a service is wrapped, if it is longer than `max_run`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -274,10 +264,6 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn lease(mut self, lease: Duration) -> Self {
         assert!(!lease.is_zero(), "lease must be longer than zero");
-        assert!(
-            lease <= self.options.max_run,
-            "lease must not be longer than max_run"
-        );
         self.options().lease = lease;
         self
     }
@@ -287,7 +273,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When shorter than `lease`.
+    /// When zero; and when a service is wrapped, if it is shorter than `lease`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -295,10 +281,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).max_run(Duration::from_secs(60));
     /// ```
     pub fn max_run(mut self, max_run: Duration) -> Self {
-        assert!(
-            max_run >= self.options.lease,
-            "max_run must not be shorter than lease (set lease first)"
-        );
+        assert!(!max_run.is_zero(), "max_run must be longer than zero");
         self.options().max_run = max_run;
         self
     }
@@ -645,6 +628,7 @@ impl<I, S: Store + Checkpoints> Layer<I> for IdempotencyLayer<S> {
     type Service = IdempotencyService<I, S>;
 
     fn layer(&self, inner: I) -> Self::Service {
+        self.options.check();
         let engine = Engine::new(self.store.clone(), self.options.clone(), self.live.clone());
         IdempotencyService::new(inner, Arc::new(engine))
     }

@@ -7,11 +7,8 @@ use http::{HeaderName, Method, Response, StatusCode, request::Parts};
 
 use crate::{
     ExactRequest, FingerprintScheme, InFlight, KeyFormat, ProblemJson, Recovery, Rejection,
-    RejectionContext, RenderRejection, Retention, Scope, StoreFailure,
-    fingerprint::original_uri,
-    observe,
-    retained::SkippedHeaders,
-    status::REPLAY_HEADER,
+    RejectionContext, RenderRejection, Retention, Scope, StoreFailure, fingerprint::original_uri,
+    observe, retained::SkippedHeaders, status::REPLAY_HEADER,
 };
 
 /// A request id longer than this is not kept.
@@ -89,6 +86,20 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Panics where two options contradict each other. Checked when a service is wrapped, so that
+    /// options may be set in any order.
+    pub(crate) fn check(&self) {
+        assert!(
+            self.lease <= self.max_run,
+            "lease must not be longer than max_run"
+        );
+        assert!(
+            self.response_ttl
+                .is_none_or(|response| response <= self.ttl),
+            "response_ttl must not be longer than ttl"
+        );
+    }
+
     /// Whether a key is honoured for this method.
     pub(crate) fn covers(&self, method: &Method) -> bool {
         self.methods.contains(method) || self.requires(method)
