@@ -3,8 +3,8 @@
 //! A client that times out cannot tell "never arrived", "stopped halfway" and "done, answer lost"
 //! apart. With an `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header-07) it sends the same
 //! key on every attempt of one action. [`IdempotencyLayer`] then runs the handler once, keeps the
-//! answer, and gives it to every retry, in any [tower](https://docs.rs/tower) or
-//! [axum](https://docs.rs/axum) service.
+//! answer, and gives it to every retry, in any [tower](https://github.com/tower-rs/tower) or
+//! [axum](https://github.com/tokio-rs/axum) service.
 //!
 //! ```
 //! use axum::{Router, body::Body, http::{Request, StatusCode}, routing::post};
