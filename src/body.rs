@@ -31,18 +31,18 @@ where
 {
     // What Content-Length already says need not be read to be refused.
     if body.size_hint().lower() > limit as u64 {
-        return Err(Rejection::BodyTooLarge { limit });
+        return Err(Rejection::BodyTooLarge { limit: Some(limit) });
     }
     let mut body = std::pin::pin!(body);
     let mut gathered = Gathered::default();
     loop {
         match next_frame(body.as_mut()).await {
             None => break,
-            Some(Err(error)) => return Err(read_error(error.into(), limit)),
+            Some(Err(error)) => return Err(read_error(error.into())),
             Some(Ok(frame)) => gathered.push(frame),
         }
         if gathered.len > limit {
-            return Err(Rejection::BodyTooLarge { limit });
+            return Err(Rejection::BodyTooLarge { limit: Some(limit) });
         }
     }
     let (data, trailers) = gathered.finish();
@@ -50,11 +50,11 @@ where
 }
 
 /// A limit set outside this layer shows as an error of the body; it means the same to the client.
-fn read_error(error: BoxError, limit: usize) -> Rejection {
+fn read_error(error: BoxError) -> Rejection {
     let mut cause: Option<&(dyn Error + 'static)> = Some(&*error);
     while let Some(error) = cause {
         if error.is::<http_body_util::LengthLimitError>() {
-            return Rejection::BodyTooLarge { limit };
+            return Rejection::BodyTooLarge { limit: None };
         }
         cause = error.source();
     }
@@ -124,7 +124,9 @@ pub(crate) async fn capture_response(body: Body, limit: usize, patience: Duratio
     }))
 }
 
-async fn next_frame<B: HttpBody>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, B::Error>> {
+async fn next_frame<B: HttpBody>(
+    mut body: Pin<&mut B>,
+) -> Option<Result<Frame<B::Data>, B::Error>> {
     poll_fn(|cx| body.as_mut().poll_frame(cx)).await
 }
 
@@ -198,7 +200,11 @@ impl HttpBody for Rebuilt {
         if let Some(error) = self.error.take() {
             return Poll::Ready(Some(Err(error)));
         }
-        Poll::Ready(self.trailers.take().map(|trailers| Ok(Frame::trailers(trailers))))
+        Poll::Ready(
+            self.trailers
+                .take()
+                .map(|trailers| Ok(Frame::trailers(trailers))),
+        )
     }
 
     fn is_end_stream(&self) -> bool {

@@ -213,7 +213,7 @@ impl<S: Store> Engine<S> {
 
     async fn undo_orphans(self: Arc<Self>, mark: Mark) {
         while let Some((ticket, undo)) = self.next_orphan() {
-            let undone = execution::record(&self, &ticket, undo);
+            let undone = execution::record_at_last(&self, &ticket, undo);
             if let First::Right(()) = first(undone, self.live.aborted()).await {
                 break;
             }
@@ -270,47 +270,57 @@ impl Drop for Mark {
     }
 }
 
-/// Heartbeat and purge, until the last handle of the layer is gone.
+/// Heartbeat and purge, until the last handle of the layer is gone. Side by side, so that a purge
+/// that takes its time costs no claim its lease.
 async fn maintenance<S: Store>(
     store: S,
     options: Arc<Options>,
     live: Weak<Live>,
+    leases: watch::Receiver<(Duration, Duration)>,
+) {
+    let beats = heartbeats(&store, &options, live, leases);
+    first(beats, purges(&store, &options)).await;
+}
+
+async fn heartbeats<S: Store>(
+    store: &S,
+    options: &Options,
+    live: Weak<Live>,
     mut leases: watch::Receiver<(Duration, Duration)>,
 ) {
     let mut heartbeat = Heartbeat::new();
-    let mut beat_at = Instant::now();
-    let mut purge_at = Instant::now() + jittered(options.purge_interval());
-    let mut failures = 0_u32;
     loop {
         let (shortest, longest) = *leases.borrow_and_update();
-        if beat_at <= Instant::now() {
+        let renewed = {
             let Some(live) = live.upgrade() else { return };
-            let renewed = heartbeat.beat(&store, &options, &live, longest).await;
-            // A missed beat is made up for quickly: a lease has room for several.
-            beat_at = Instant::now() + shortest / if renewed { 3 } else { 10 };
+            let patience = options.store_timeout.min(shortest / 3);
+            heartbeat.beat(store, patience, &live, longest).await
+        };
+        // A missed beat is made up for quickly: a lease has room for several.
+        let pause = tokio::time::sleep(shortest / if renewed { 3 } else { 10 });
+        if let First::Right(Err(_)) = first(pause, leases.changed()).await {
+            return;
         }
-        if purge_at <= Instant::now() {
-            let purged = within(options.store_timeout, store.purge(PURGE_BATCH)).await;
-            let wait = match purged {
-                Some(Ok(count)) if count >= PURGE_BATCH => Duration::from_millis(5),
-                Some(Ok(_)) => {
-                    failures = 0;
-                    options.purge_interval()
-                }
-                failed => {
-                    observe::store_failed(Operation::Purge, failed.and_then(Result::err).as_ref());
-                    failures = (failures + 1).min(5);
-                    options.purge_interval() * 2_u32.pow(failures)
-                }
-            };
-            purge_at = Instant::now() + jittered(wait);
-        }
-        let pause = tokio::time::sleep_until(beat_at.min(purge_at));
-        match first(pause, leases.changed()).await {
-            First::Left(()) => {}
-            First::Right(Ok(())) => beat_at = Instant::now(),
-            First::Right(Err(_)) => return,
-        }
+    }
+}
+
+async fn purges<S: Store>(store: &S, options: &Options) {
+    let mut wait = options.purge_interval();
+    let mut failures = 0_u32;
+    loop {
+        tokio::time::sleep(jittered(wait)).await;
+        wait = match within(options.store_timeout, store.purge(PURGE_BATCH)).await {
+            Some(Ok(count)) if count >= PURGE_BATCH => Duration::from_millis(5),
+            Some(Ok(_)) => {
+                failures = 0;
+                options.purge_interval()
+            }
+            failed => {
+                observe::store_failed(Operation::Purge, failed.and_then(Result::err).as_ref());
+                failures = (failures + 1).min(5);
+                options.purge_interval() * 2_u32.pow(failures)
+            }
+        };
     }
 }
 
@@ -333,7 +343,7 @@ impl Heartbeat {
     async fn beat<S: Store>(
         &mut self,
         store: &S,
-        options: &Options,
+        patience: Duration,
         live: &Live,
         lease: Duration,
     ) -> bool {
@@ -350,7 +360,7 @@ impl Heartbeat {
             return true;
         }
         let tickets: Vec<_> = attempts.iter().map(|(ticket, _)| ticket.clone()).collect();
-        match within(options.store_timeout, store.renew(&tickets, lease)).await {
+        match within(patience, store.renew(&tickets, lease)).await {
             Some(Ok(settled)) => {
                 for ((ticket, attempt), settled) in attempts.iter().zip(settled) {
                     self.until.insert(ticket.token, asked + lease);

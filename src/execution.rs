@@ -61,7 +61,10 @@ impl<I: Clone> Inner<I> {
     }
 
     /// Calls the readied service.
-    pub(crate) async fn call<RB>(mut self, request: Request<Body>) -> Result<Response<Body>, I::Error>
+    pub(crate) async fn call<RB>(
+        mut self,
+        request: Request<Body>,
+    ) -> Result<Response<Body>, I::Error>
     where
         I: Service<Request<Body>, Response = Response<RB>>,
         RB: http_body::Body<Data = Bytes> + Send + 'static,
@@ -280,7 +283,10 @@ async fn settle<S: Store>(engine: &Arc<Engine<S>>, ticket: &Ticket, outcome: Out
     let (engine, ticket) = (engine.clone(), ticket.clone());
     tokio::spawn(async move {
         let operation = outcome.operation();
-        let recorded = within(engine.options.max_run, record(&engine, &ticket, outcome));
+        let recorded = within(
+            engine.options.max_run,
+            record_at_last(&engine, &ticket, outcome),
+        );
         if !matches!(
             first(recorded, engine.live.aborted()).await,
             First::Left(Some(()))
@@ -294,8 +300,22 @@ async fn settle<S: Store>(engine: &Arc<Engine<S>>, ticket: &Ticket, outcome: Out
     });
 }
 
+/// Records in the background, where nobody's patience ends a try that hangs: it is made anew every
+/// `store_timeout`.
+pub(crate) async fn record_at_last<S: Store>(
+    engine: &Engine<S>,
+    ticket: &Ticket,
+    outcome: Outcome,
+) {
+    let limit = engine.options.store_timeout;
+    while within(limit, record(engine, ticket, outcome.clone()))
+        .await
+        .is_none()
+    {}
+}
+
 /// Sends the outcome to the store until it answers. The token makes sending again harmless.
-pub(crate) async fn record<S: Store>(engine: &Engine<S>, ticket: &Ticket, mut outcome: Outcome) {
+async fn record<S: Store>(engine: &Engine<S>, ticket: &Ticket, mut outcome: Outcome) {
     let lifetimes = Lifetimes {
         ttl: engine.options.ttl,
         response_ttl: engine.options.response_ttl,

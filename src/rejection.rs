@@ -96,8 +96,8 @@ pub enum Rejection {
     LimitReached,
     /// More body than is read.
     BodyTooLarge {
-        /// The limit in bytes.
-        limit: usize,
+        /// The limit in bytes; `None` when it is one set outside of the layer.
+        limit: Option<usize>,
     },
     /// The body ended with an error.
     BodyIncomplete,
@@ -245,9 +245,12 @@ impl Rejection {
             Self::LimitReached => return Cow::Borrowed(
                 "Too many idempotency keys are live for this caller, so the request was not run. Send the same request with the same key again after the time given.",
             ),
-            Self::BodyTooLarge { limit } => format!(
+            Self::BodyTooLarge { limit: Some(limit) } => format!(
                 "The body of a request with an idempotency key may have at most {limit} bytes."
             ),
+            Self::BodyTooLarge { limit: None } => {
+                return Cow::Borrowed("The body has more bytes than this service takes.");
+            }
             Self::BodyIncomplete => return Cow::Borrowed(
                 "The request's body ended early, so the request was not run. Send it again with the same key.",
             ),

@@ -33,9 +33,9 @@ use tower::{BoxError, Layer, Service, ServiceExt};
 use tower_http::{catch_panic::CatchPanicLayer, timeout::TimeoutLayer};
 use tower_idempotency::{
     Fingerprint, IdempotencyKey, IdempotencyLayer, IdempotencyStatus, IdempotentResponse, InFlight,
-    RecordId, Recovery, Retain, Retention, Scope, State,
+    MemoryStore, RecordId, Recovery, Retain, Retention, Scope, State,
     store::{ClaimRequest, Inspect, Settled, Store, Ticket},
-    testing::{Fault, Operation, Times},
+    testing::{Fault, FaultyStore, Operation, Times},
 };
 
 const IN_FLIGHT: &str = "idempotency_in_flight";
@@ -858,4 +858,34 @@ impl Service<Request<Body>> for Breaks {
     fn call(&mut self, _: Request<Body>) -> Self::Future {
         Box::pin(poll_fn(|_| panic!("called without being ready")))
     }
+}
+
+// House-keeping that hangs must not cost a claim its lease.
+#[tokio::test(start_paused = true)]
+async fn a_purge_that_hangs_does_not_keep_the_heartbeat_from_beating() {
+    let store = FaultyStore::new(MemoryStore::new());
+    store.fail(Operation::Purge, Fault::HangBefore, Times::Always);
+    let layer = IdempotencyLayer::new(store.clone())
+        .single_tenant()
+        .lease(Duration::from_millis(300))
+        .ttl(Duration::from_secs(10));
+    let handler = Handler::new();
+    let app = handler.behind(layer);
+    handler.close_gate();
+    let first = tokio::spawn({
+        let app = app.clone();
+        async move { send(&app, post("k", "a")).await }
+    });
+    for _ in 0..80 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let said = send(&app, post("k", "a")).await.said();
+        assert_eq!(said, (409, "idempotency_in_flight".to_owned()));
+    }
+    assert!(
+        store.calls(Operation::Purge) > 0,
+        "the purge was never tried"
+    );
+    handler.open_gate();
+    assert_eq!(first.await.unwrap().status, 201);
+    assert_eq!(handler.effects(), 1);
 }
