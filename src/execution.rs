@@ -237,13 +237,13 @@ where
         Retain::Keep if !is_stream(&parts) => {
             let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
             match capture_response(body, limit, patience).await {
-                Captured::Whole(data, body) => {
+                Captured::Whole(data, body) if parts.headers.len() <= retained::MAX_FIELDS => {
                     let keep = options.skip_headers.keeps(&parts.headers);
                     let stored = retained::encode(parts.status, &parts.headers, &data, keep);
                     let kept = Outcome::Completed(Completion::retained(parts.status, stored));
                     Ok((parts, body, kept))
                 }
-                Captured::Not(body) => Ok((parts, body, tombstone)),
+                Captured::Whole(_, body) | Captured::Not(body) => Ok((parts, body, tombstone)),
             }
         }
         Retain::Keep | Retain::Tombstone => Ok((parts, body, tombstone)),

@@ -9,6 +9,10 @@ use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
 /// The first byte of the stored form; tells later forms apart.
 const VERSION: u8 = 1;
 
+/// A response with more fields than this is not kept: neither the stored count nor a map of
+/// headers, which panics when it is full, has room for any number of them.
+pub(crate) const MAX_FIELDS: usize = 1 << 14;
+
 /// The response kept for retries: status, headers in order, body, byte for byte.
 ///
 /// # Stored form
@@ -76,9 +80,11 @@ impl RetainedResponse {
         let status = StatusCode::from_u16(u16::from_be_bytes(input.array()?));
         let status = status.map_err(|_| DecodeError::Damaged)?;
         let fields = usize::from(u16::from_be_bytes(input.array()?));
-        // A damaged count must not reserve memory: each field takes at least six bytes. One place
-        // more than there are fields, for the marker.
-        let mut headers = HeaderMap::with_capacity(1 + fields.min(stored.len() / 6));
+        // A damaged count must not reserve memory: each field takes at least six bytes, and asking
+        // a map for more than it can ever hold panics. One place more than there are fields, for
+        // the marker.
+        let likely = fields.min(stored.len() / 6).min(MAX_FIELDS);
+        let mut headers = HeaderMap::with_capacity(1 + likely);
         for _ in 0..fields {
             let length = usize::from(u16::from_be_bytes(input.array()?));
             let name = HeaderName::from_bytes(&stored[input.take(length)?]);
@@ -136,7 +142,7 @@ pub(crate) fn encode(
     let mut out = BytesMut::with_capacity(size);
     out.put_u8(VERSION);
     out.put_u16(status.as_u16());
-    // http allows at most 2^15 fields and names of less than 2^16 bytes.
+    // No run keeps more than `MAX_FIELDS`, and http allows names of less than 2^16 bytes.
     out.put_u16(count);
     for (name, value) in kept() {
         out.put_u16(name.as_str().len() as u16);
