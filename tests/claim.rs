@@ -230,7 +230,7 @@ every_store! {
         assert_eq!(refused.said(), (503, UNAVAILABLE.to_owned()));
         store.clear();
 
-        store.called(Operation::Abandon, 1).await;
+        called(&store, Operation::Abandon, 1).await;
         let answer = retry_until_it_runs(&app(Recovery::Refuse), "k").await;
         assert_eq!(answer.said(), (409, "idempotency_outcome_unknown".to_owned()));
         assert_eq!(store.calls(Operation::Release), 0);
@@ -380,7 +380,7 @@ every_store! {
 
             let mut first = server.connect().await;
             first.write(&raw_post(key, "A")).await;
-            store.called(Operation::Complete, 1).await;
+            called(&store, Operation::Complete, 1).await;
             let asked = Instant::now();
             let answered = Arc::new(AtomicBool::new(false));
             let duplicates = tokio::spawn({
@@ -483,7 +483,7 @@ every_store! {
         );
         let Claim::Won(ticket) = other.claim(claim_of("k")).await.unwrap() else { panic!() };
         let waiter = tokio::spawn(async move { send(&app, post("k", "A")).await });
-        store.called(Operation::Claim, 2).await;
+        called(&store, Operation::Claim, 2).await;
         let _ = other.abandon(&ticket).await.unwrap();
         let answer = waiter.await.unwrap();
         assert_eq!(answer.said(), (409, "idempotency_outcome_unknown".to_owned()));
@@ -525,7 +525,7 @@ every_store! {
             let app = limited.clone();
             waiters.spawn(async move { send(&app, post("k", "A")).await });
         }
-        store.called(Operation::Claim, 2 * WAITERS).await;
+        called(&store, Operation::Claim, 2 * WAITERS).await;
         let settled = store.calls(Operation::Claim);
         sleep(Duration::from_millis(1_000)).await;
         let polls = store.calls(Operation::Claim) - settled;
@@ -559,7 +559,7 @@ every_store! {
         let running = send_again();
         handler.reached(1).await;
         let waiters = [send_again(), send_again(), send_again()];
-        store.called(Operation::Claim, 1 + 6).await;
+        called(&store, Operation::Claim, 1 + 6).await;
         for _ in 0..3 {
             let refused = timeout(Duration::from_secs(2), send(&app, post("k", "A"))).await;
             assert_eq!(refused.expect("it waits").said(), (409, IN_FLIGHT.to_owned()));

@@ -159,7 +159,7 @@ every_store! {
             }
             let mut wire = server.connect().await;
             wire.write(&raw_post(&key, "A")).await;
-            store.called(Operation::Claim, 1).await;
+            called(&store, Operation::Claim, 1).await;
             wire.reset();
             hangups.noticed(1).await;
 
@@ -226,7 +226,7 @@ every_store! {
             store.fail(Operation::Complete, Fault::DelayBefore(slow), Times::Once);
             let mut wire = server.connect().await;
             wire.write(&raw_post(key, "A")).await;
-            store.called(Operation::Complete, 1).await;
+            called(&store, Operation::Complete, 1).await;
             wire.reset();
             hangups.noticed(1).await;
             within_a_second(&store, key, Some(State::Completed)).await;
@@ -817,7 +817,7 @@ every_store! {
         let ready = Arc::new(AtomicBool::new(true));
         let busy = layer.layer(Busy { ready: ready.clone(), inner: router });
         let waiter = tokio::spawn(busy.oneshot(post("k", "A")));
-        store.called(Operation::Claim, 3).await;
+        called(&store, Operation::Claim, 3).await;
         ready.store(false, Ordering::SeqCst);
         run.answers(422, "no");
         assert_eq!(first.await.unwrap().status, 422);

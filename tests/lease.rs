@@ -259,12 +259,12 @@ every_store! {
         let first = spawn(&app, post("k", "A"));
         let run = puppet.next().await;
         let waiter = spawn(&app, post("k", "A"));
-        store.called(Operation::Claim, 3).await;
+        called(&store, Operation::Claim, 3).await;
         // A layer with another lease makes the heart beat at once, and this time there are runs.
         let beats = store.calls(Operation::Renew);
         let _hurried = for_ever.clone().lease(SECOND).layer(());
-        store.called(Operation::Renew, beats + 2).await;
-        let purged = tokio::time::timeout(Duration::from_secs(8), store.called(Operation::Purge, 1));
+        called(&store, Operation::Renew, beats + 2).await;
+        let purged = tokio::time::timeout(Duration::from_secs(8), called(&store, Operation::Purge, 1));
         purged.await.expect("the background work has ended");
         run.owner().ensure_owned().await.unwrap();
         run.answers(201, "done");
@@ -284,14 +284,14 @@ every_store! {
         let run = puppet.next().await;
         store.fail(Operation::Renew, Fault::Before, Times::Once);
         let calls = store.calls(Operation::Renew);
-        store.called(Operation::Renew, calls + 2).await;
+        called(&store, Operation::Renew, calls + 2).await;
         run.owner().ensure_owned().await.unwrap();
         // Four times its lease later it is still believed alive, a third of it at a time.
         for beat in 0..12 {
             world.clock.advance(lease / 3);
             let calls = store.calls(Operation::Renew);
             assert_eq!(send(&app, post("k", "A")).await.code(), IN_FLIGHT, "beat {beat}");
-            store.called(Operation::Renew, calls + 1).await;
+            called(&store, Operation::Renew, calls + 1).await;
             eventually_renewed(&store, &run).await;
         }
         run.answers(201, "done");
@@ -447,7 +447,7 @@ every_store! {
             let calls = store.calls(Operation::Claim);
             let request = post(&key, "A");
             let waiter = tokio::spawn(async move { service.oneshot(request).await });
-            store.called(Operation::Claim, calls + 2).await;
+            called(&store, Operation::Claim, calls + 2).await;
             broken.store(true, Ordering::SeqCst);
             run.answers(422, "no");
             assert_eq!(first.await.unwrap().status, 422);
@@ -824,7 +824,7 @@ async fn eventually_renewed(store: &TestStore, run: &Run) {
             return;
         }
         let calls = store.calls(Operation::Renew);
-        store.called(Operation::Renew, calls + 1).await;
+        called(store, Operation::Renew, calls + 1).await;
     }
     panic!("it never learns that it owns its claim");
 }
