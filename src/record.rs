@@ -161,8 +161,9 @@ pub enum State {
     Released,
 }
 
-/// Everything a store holds for one scope and key, checkpoints aside.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Everything a store holds for one scope and key, checkpoints aside. `Debug` shows the response's
+/// size only.
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Record {
     /// Its name.
@@ -198,6 +199,41 @@ pub struct Record {
     /// The retained response in its stored form (see [`RetainedResponse`](crate::RetainedResponse));
     /// `None` is a tombstone once completed.
     pub response: Option<Bytes>,
+}
+
+impl fmt::Debug for Record {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Record")
+            .field("id", &self.id)
+            .field("scheme", &self.scheme)
+            .field("fingerprint", &self.fingerprint)
+            .field("token", &self.token)
+            .field("owner", &self.owner)
+            .field("attempt", &self.attempt)
+            .field("mode", &self.mode)
+            .field("state", &self.state)
+            .field("created", &self.created)
+            .field("run_until", &self.run_until)
+            .field("completed", &self.completed)
+            .field("expires", &self.expires)
+            .field("response_expires", &self.response_expires)
+            .field("request_id", &self.request_id)
+            .field("status", &self.status)
+            .field("response", &Length(self.response.as_ref()))
+            .finish()
+    }
+}
+
+/// Shows how long a stored response is, and nothing of it: it is a secret.
+pub(crate) struct Length<'a>(pub(crate) Option<&'a Bytes>);
+
+impl fmt::Debug for Length<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(response) => write!(f, "Some({} bytes)", response.len()),
+            None => f.write_str("None"),
+        }
+    }
 }
 
 impl Record {

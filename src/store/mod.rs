@@ -108,7 +108,7 @@ pub use self::{
 };
 #[cfg(feature = "sqlite")]
 pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
-use crate::record::{Fingerprint, Mode, Record, RecordId, Scheme, Token};
+use crate::record::{Fingerprint, Length, Mode, Record, RecordId, Scheme, Token};
 
 /// The path every request takes. The contract is in the [module documentation](self).
 ///
@@ -338,13 +338,22 @@ pub enum Settled {
 }
 
 /// The outcome of a run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Completion {
     /// The status of the answer.
     pub status: StatusCode,
     /// The retained response in its stored form; `None` leaves a tombstone.
     pub response: Option<Bytes>,
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Completion")
+            .field("status", &self.status)
+            .field("response", &Length(self.response.as_ref()))
+            .finish()
+    }
 }
 
 impl Completion {

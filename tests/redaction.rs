@@ -1,0 +1,343 @@
+//! What a key unlocks is worth stealing: no key, scope, header value or body is ever logged or
+//! shown by `Debug` or `Display`.
+
+mod support;
+
+use std::{
+    fmt::{Debug, Display, Write as _},
+    io,
+    sync::{Arc, Mutex, OnceLock},
+    time::Duration,
+};
+
+use axum::{
+    body::Body,
+    extract::Request,
+    http::{HeaderValue, Response, StatusCode},
+};
+use bytes::Bytes;
+use support::*;
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_idempotency::{
+    AnyStore, ExactRequest, FingerprintScheme, Idempotency, IdempotencyKey, IdempotencyLayer,
+    InvalidKey, KeyFormat, MemoryStore, RecordId, Recovery, Rejection, RetainedResponse, Scope,
+    SqliteStore, StoreFailure, UndecodableBody,
+    store::{Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Inspect, Lifetimes, Store},
+    testing::{Fault, FaultyStore, Operation, Times},
+};
+use tracing_subscriber::fmt::{MakeWriter, format::FmtSpan};
+
+const KEY: &str = "k3y-s3cret";
+const SCOPE: &str = "sc0pe-s3cret";
+const HEADER: &str = "h3ader-s3cret";
+const BODY: &str = "b0dy-s3cret";
+const ANSWER: &str = "answ3r-s3cret";
+const FIELD: &str = "f1eld-s3cret";
+const CHECKPOINT: &str = "ch3ckpoint-s3cret";
+const SECRETS: [&str; 7] = [KEY, SCOPE, HEADER, BODY, ANSWER, FIELD, CHECKPOINT];
+
+/// Finds a secret as text, as a list of bytes, and in hexadecimal.
+#[track_caller]
+fn assert_redacted(what: &str, text: &str) {
+    let lower = text.to_lowercase();
+    for secret in SECRETS {
+        let list = format!("{:?}", secret.as_bytes());
+        let list = list.trim_matches(['[', ']']);
+        let hex = secret.bytes().fold(String::new(), |mut hex, byte| {
+            write!(hex, "{byte:02x}").unwrap();
+            hex
+        });
+        for form in [secret, list, &hex] {
+            let Some(at) = lower.find(form) else { continue };
+            let context = &text[at.saturating_sub(200)..(at + form.len()).min(text.len())];
+            panic!("{what} shows {secret}: …{context}");
+        }
+    }
+}
+
+#[test]
+fn the_search_finds_what_is_shown() {
+    for shown in [
+        format!("{KEY:?}"),
+        format!("{:?}", KEY.as_bytes()),
+        "x'6B33792D73336372657421'".into(),
+        format!("{:?}", Bytes::from(BODY)),
+    ] {
+        assert!(
+            std::panic::catch_unwind(|| assert_redacted("it", &shown)).is_err(),
+            "{shown}"
+        );
+    }
+    assert_redacted("it", "nothing of the kind");
+}
+
+/// Everything any crate of this process has logged, at every level.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn of_everything() -> Self {
+        static LOG: OnceLock<Log> = OnceLock::new();
+        let log = LOG.get_or_init(|| {
+            let log = Log::default();
+            tracing_subscriber::fmt()
+                .with_max_level(tracing::Level::TRACE)
+                .with_span_events(FmtSpan::FULL)
+                .with_ansi(false)
+                .with_writer(log.clone())
+                .init();
+            log
+        });
+        log.clone()
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for Log {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
+
+/// A request of which everything but the path is secret.
+fn secret(path: &str, key: &str) -> Request {
+    let mut request = request("POST", &format!("{path}?{BODY}"), Some(key), BODY);
+    for name in ["authorization", "cookie", "x-own"] {
+        request
+            .headers_mut()
+            .insert(name, HeaderValue::from_static(HEADER));
+    }
+    request
+}
+
+fn keyed(path: &str) -> Request {
+    secret(path, &format!("{KEY}{}", path.replace('/', "-")))
+}
+
+fn id(path: &str) -> RecordId {
+    RecordId::new(
+        Scope::new(SCOPE),
+        IdempotencyKey::new(format!("{KEY}{}", path.replace('/', "-"))),
+    )
+}
+
+fn handler() -> Handler {
+    Handler::answering(|seen| {
+        let response = Response::builder()
+            .header("x-field", FIELD)
+            .header("set-cookie", FIELD);
+        match seen.uri.path() {
+            "/panic" if seen.run % 2 == 0 => panic!("as the test wants"),
+            "/bad" => response.status(400),
+            "/broken" => {
+                let body = support::bodies::Pieces::new([ANSWER]).then_error().body();
+                return response.body(body).unwrap();
+            }
+            "/stream" => response.header("content-type", "text/event-stream"),
+            _ => response,
+        }
+        .body(Body::from(ANSWER))
+        .unwrap()
+    })
+}
+
+every_store! {
+    async fn no_secret_is_logged_whatever_happens(world: World) {
+        let log = Log::of_everything();
+        let store = world.open().await;
+        let layer = IdempotencyLayer::new(store.clone())
+            .scope(|_| Some(Scope::new(SCOPE)))
+            .recovery(Recovery::rerun())
+            .store_timeout(Duration::from_millis(50));
+        let handler = handler();
+        let app = handler.behind(layer.clone());
+        let call = |request: Request| {
+            let app = app.clone();
+            // In a task, so that a panic or a failing body ends nothing else.
+            tokio::spawn(async move {
+                let response = app.oneshot(request).await.unwrap();
+                let _ = http_body_util::BodyExt::collect(response.into_body()).await;
+            })
+        };
+        for path in ["/charges", "/bad", "/broken", "/stream", "/panic", "/panic-again"] {
+            for _ in 0..3 {
+                let _ = call(keyed(path)).await;
+            }
+        }
+        let _ = call(secret("/other", &format!("{KEY}-charges"))).await;
+        for malformed in [format!("\"{KEY}"), format!("{KEY},{KEY}"), KEY.repeat(99)] {
+            let _ = call(secret("/charges", &malformed)).await;
+        }
+        for (operation, path) in [
+            (Operation::Claim, "/claim"), (Operation::Complete, "/complete"), (Operation::Release, "/bad"), (Operation::Renew, "/renew"),
+            (Operation::Purge, "/purge"),
+        ] {
+            for fault in [Fault::Before, Fault::After, Fault::HangBefore, Fault::HangAfter] {
+                store.fail(operation, fault, Times::Next(2));
+                let _ = call(secret(path, &format!("{KEY}-{operation:?}-{fault:?}"))).await;
+                store.clear();
+            }
+        }
+        // A claim that was taken away while its handler ran.
+        let runs = handler.effects();
+        handler.close_gate();
+        let lost = call(keyed("/lost"));
+        handler.reached(runs + 1).await;
+        let _ = call(keyed("/lost")).await;
+        assert!(store.inner().forget(&id("/lost")).await.unwrap());
+        handler.open_gate();
+        lost.await.unwrap();
+        // A record that cannot be read back.
+        let (head, _) = keyed("/damaged").into_parts();
+        let fingerprint = ExactRequest.fingerprint(&head, &Bytes::from(BODY)).unwrap();
+        let claim = ClaimRequest::new(id("/damaged"), "exact-v1", fingerprint);
+        let Claim::Won(ticket) = store.inner().claim(claim).await.unwrap() else { panic!("not won") };
+        assert_eq!(store.inner().save(&ticket, "name", CHECKPOINT.into()).await.unwrap(), tower_idempotency::store::Settled::Done);
+        let damaged = Completion::retained(StatusCode::OK, ANSWER.into());
+        let _ = store.inner().complete(&ticket, damaged, Lifetimes::new(Duration::from_secs(60))).await.unwrap();
+        let _ = call(keyed("/damaged")).await;
+        // Without a scope there is a warning, without a store a run without protection.
+        let open = handler.behind(
+            IdempotencyLayer::new(store.clone()).store_failure(StoreFailure::RunUnprotected),
+        );
+        send(&open, keyed("/unscoped")).await;
+        store.fail(Operation::Claim, Fault::Before, Times::Next(3));
+        send(&open, keyed("/unprotected")).await;
+        let failing = service_fn(|_: Request| async { Err::<Response<Body>, _>(io::Error::other("down")) });
+        layer.layer(failing).oneshot(keyed("/fails")).await.unwrap_err();
+        // The real thing breaks underneath.
+        if let Some(file) = world.file() {
+            let file = format!("sqlite://{}", file.display());
+            let mut connection = <sqlx::SqliteConnection as sqlx::Connection>::connect(&file).await.unwrap();
+            let tables: Vec<(String,)> = sqlx::query_as("SELECT name FROM sqlite_schema WHERE type = 'table' AND name LIKE 'idempotency%'")
+                .fetch_all(&mut connection)
+                .await
+                .unwrap();
+            assert!(!tables.is_empty());
+            for (table,) in tables {
+                sqlx::query(sqlx::AssertSqlSafe(format!("DROP TABLE {table}"))).execute(&mut connection).await.unwrap();
+            }
+            let _ = call(keyed("/no-tables")).await;
+            assert!(store.inner().get(&id("/charges")).await.is_err());
+        }
+        // A run that drain has to abort.
+        let runs = handler.effects();
+        handler.close_gate();
+        let draining = IdempotencyLayer::new(MemoryStore::new()).scope(|_| Some(Scope::new(SCOPE)));
+        let aborted = handler.behind(draining.clone());
+        let running = tokio::spawn(async move { aborted.oneshot(keyed("/aborted")).await });
+        handler.reached(runs + 1).await;
+        let drained = draining.drain(Duration::from_millis(1)).await;
+        assert_eq!(drained.aborted, 1);
+        running.await.unwrap().unwrap();
+        handler.open_gate();
+
+        let text = log.text();
+        for heard in [
+            "idempotency decision", "idempotency store failed", "did not answer in time", "not written within store_timeout",
+            "idempotent run abandoned", "claim lost", "retained response cannot be read", "has no scope", "replayed", "unprotected",
+        ] {
+            assert!(text.contains(heard), "the log is deaf to {heard:?}");
+        }
+        if world.file().is_some() {
+            assert!(text.contains("sqlx"), "sqlx says nothing at all");
+        }
+        assert_redacted("the log", &text);
+    }
+
+    async fn no_secret_is_shown_by_debug_or_display(world: World) {
+        let mut shown = String::new();
+        let mut show = |value: &dyn Debug| writeln!(shown, "{value:?} {value:#?}").unwrap();
+        let seen = Arc::new(Mutex::new(None));
+        let keep = seen.clone();
+        let handler = axum::routing::any(move |idempotency: Idempotency| async move {
+            *keep.lock().unwrap() = Some(idempotency);
+            (StatusCode::OK, [("x-field", FIELD)], ANSWER)
+        });
+        let store = world.open().await;
+        let layer = IdempotencyLayer::new(store.clone())
+            .scope(|_| Some(Scope::new(SCOPE)))
+            .key_format(KeyFormat::any().check("short", |key| key.len() < 100));
+        let app = axum::Router::new().route("/charges", handler);
+        let mut service = layer.layer(app);
+        show(&layer);
+        show(&service);
+        let ready = ServiceExt::<Request>::ready(&mut service).await.unwrap();
+        let future = ready.call(keyed("/charges"));
+        show(&future);
+        future.await.unwrap();
+        show(&seen.lock().unwrap().take().unwrap());
+
+        let record = store.inner().get(&id("/charges")).await.unwrap().unwrap();
+        let stored = record.response.clone().unwrap();
+        show(&record);
+        show(&RetainedResponse::decode(stored.clone()));
+        let claim = ClaimRequest::new(record.id.clone(), "exact-v1", record.fingerprint);
+        show(&claim);
+        let completed = store.inner().claim(claim.clone()).await.unwrap();
+        assert!(matches!(completed, Claim::Completed(_)));
+        show(&completed);
+        let other = ClaimRequest::new(id("/other"), "exact-v1", record.fingerprint);
+        let Claim::Won(ticket) = store.inner().claim(other.clone()).await.unwrap() else { panic!("not won") };
+        show(&ticket);
+        show(&store.inner().claim(other).await.unwrap());
+        show(&Completion::retained(StatusCode::OK, stored));
+        show(&store.inner().save(&ticket, "name", CHECKPOINT.into()).await.unwrap());
+        show(&store.inner().load(&ticket).await.unwrap());
+        show(&Checkpoint::new("name", CHECKPOINT.into()));
+        show(&(IdempotencyKey::new(KEY), Scope::new(SCOPE), id("/charges")));
+        show(&store);
+        show(&store.inner());
+        show(&(MemoryStore::new(), MemoryStore::options(), AnyStore::new(MemoryStore::new())));
+
+        store.fail(Operation::Get, Fault::Before, Times::Once);
+        show(&store.get(&id("/charges")).await.unwrap_err());
+        for value in [format!("\"{KEY}"), format!("{KEY};{KEY}"), KEY.repeat(99)] {
+            let invalid = KeyFormat::any().parse(value.as_bytes()).unwrap_err();
+            show(&invalid);
+            show(&Rejection::KeyInvalid(invalid));
+            let text: &dyn Display = &invalid;
+            show(&text.to_string());
+        }
+        show(&(KeyFormat::uuid(), InvalidKey::Blank, UndecodableBody("why")));
+        let too_large = store.inner().save(&ticket, "name", CHECKPOINT.repeat(9_999).into()).await;
+        let error = too_large.unwrap_err();
+        show(&error);
+        show(&error.to_string());
+
+        assert!(shown.contains("IdempotencyKey(") && shown.contains("Scope("), "{shown}");
+        assert_redacted("Debug", &shown);
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_opened_does_not_show_what_is_in_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("other.db");
+    std::fs::write(&file, BODY.repeat(1000)).unwrap();
+    let error = SqliteStore::open(&file).await.unwrap_err();
+    assert_redacted(
+        "the error",
+        &format!("{error:?} {error} {:?}", std::error::Error::source(&error)),
+    );
+    let store = FaultyStore::new(AnyStore::new(
+        SqliteStore::open(folder.path().join("a.db")).await.unwrap(),
+    ));
+    assert_redacted("the store", &format!("{store:?}"));
+}
