@@ -282,7 +282,8 @@ every_store! {
 #[test]
 fn each_format_says_which_rule_a_value_breaks() {
     let any = KeyFormat::any();
-    let table: [(KeyFormat, &[u8], Result<&[u8], InvalidKey>); _] = [
+    type Row<'a> = (KeyFormat, &'a [u8], Result<&'a [u8], InvalidKey>);
+    let table: [Row<'_>; _] = [
         (any.clone(), b"abc", Ok(b"abc")),
         (any.clone(), b" \tabc\t ", Ok(b"abc")),
         (any.clone(), b"\"a b\"", Ok(b"a b")),
