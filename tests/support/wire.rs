@@ -45,6 +45,11 @@ impl Drop for Server {
 pub struct Wire(TcpStream);
 
 impl Wire {
+    /// A connection to a server that may be another process's, or gone.
+    pub async fn to(address: SocketAddr) -> std::io::Result<Self> {
+        Ok(Self(TcpStream::connect(address).await?))
+    }
+
     pub async fn write(&mut self, bytes: &[u8]) {
         self.0.write_all(bytes).await.unwrap();
         self.0.flush().await.unwrap();
