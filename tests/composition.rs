@@ -303,8 +303,8 @@ every_store! {
 
     async fn one_who_waits_holds_no_place_of_the_inner_service(world: World) {
         let handler = Handler::new();
-        let layer = layer(world.open().await).in_flight(InFlight::Wait(Duration::from_secs(60)));
         let store = world.open().await;
+        let layer = layer(store.clone()).in_flight(InFlight::Wait(Duration::from_secs(60)));
         let service = layer.layer(ConcurrencyLimit::new(handler.router(), 2));
         let call = |key: &'static str| {
             let service = service.clone();
@@ -314,6 +314,8 @@ every_store! {
         let first = call("K");
         handler.reached(1).await;
         let waiter = call("K");
+        // It asks once, and once more after it has joined those who wait.
+        store.called(Operation::Claim, 3).await;
         // One place is the first run's, and there are only two: this one needs the waiter's.
         let other = call("J");
         soon(handler.reached(2)).await;
@@ -322,7 +324,6 @@ every_store! {
         soon(waiter).await.unwrap().assert_replays(&first);
         assert_eq!(soon(other).await.unwrap().status, 201);
         assert_eq!(handler.effects(), 2);
-        drop(store);
     }
 
     async fn only_the_instance_that_was_polled_ready_is_called(world: World) {
