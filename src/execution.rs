@@ -282,18 +282,21 @@ async fn settle<S: Store>(engine: &Arc<Engine<S>>, ticket: &Ticket, outcome: Out
     observe::recording_late(outcome.operation());
     let (engine, ticket) = (engine.clone(), ticket.clone());
     tokio::spawn(async move {
-        let operation = outcome.operation();
         let recorded = within(
             engine.options.max_run,
-            record_at_last(&engine, &ticket, outcome),
+            record_at_last(&engine, &ticket, outcome.clone()),
         );
         if !matches!(
             first(recorded, engine.live.aborted()).await,
             First::Left(Some(()))
         ) {
-            observe::recording_failed(operation);
-            let abandon = record(&engine, &ticket, Outcome::Abandoned);
-            within(engine.options.store_timeout, abandon).await;
+            // One last try: an answer that is known is worth more than a claim given up.
+            let (operation, limit) = (outcome.operation(), engine.options.store_timeout);
+            let last = record(&engine, &ticket, outcome);
+            if within(limit, last).await.is_none() {
+                observe::recording_failed(operation);
+                within(limit, record(&engine, &ticket, Outcome::Abandoned)).await;
+            }
         }
         drop(hold);
         engine.live.waiting.settled(&ticket.id);

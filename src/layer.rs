@@ -82,7 +82,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     }
 
     /// Stops admitting keyed requests (they get 503), waits at most `grace` for the runs to end,
-    /// then aborts what is left, waits for it to end (at most `store_timeout` longer), and only
+    /// then aborts what is left, waits for it to end (at most four times `store_timeout`), and only
     /// then abandons its claims, so that the next process need not wait for their lease.
     ///
     /// For all clones of this layer. Call it beside the server's own graceful shutdown, then
@@ -108,8 +108,8 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         }
         let aborted = self.live.running();
         self.live.abort_all();
-        // Long enough for an aborted run to try its store once and give up.
-        let patience = self.options.store_timeout.saturating_mul(2);
+        // Long enough for an outcome to be tried in time, late, and for the last time.
+        let patience = self.options.store_timeout.saturating_mul(4);
         let ended = within(patience, self.live.idle()).await;
         Drained {
             aborted,

@@ -805,6 +805,20 @@ every_store! {
         assert_eq!(state(&store, "k-2").await, Some(State::Abandoned));
     }
 
+    // drain: a known answer is tried once more before its claim is given up.
+    async fn drain_records_an_answer_rather_than_giving_its_claim_up(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let layer = layer(&store).store_timeout(Duration::from_millis(100));
+        let app = handler.behind(layer.clone());
+        store.fail(Operation::Complete, Fault::HangBefore, Times::Next(2));
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+        store.called(Operation::Complete, 2).await;
+        let drained = layer.drain(Duration::from_millis(20)).await;
+        assert_eq!((drained.aborted, drained.left), (1, 0));
+        assert_eq!(state(&store, "k").await, Some(State::Completed));
+    }
+
     // drain: those who wait for another's run, and those whose turn has come but whose service is
     // busy, have begun nothing.
     async fn drain_lets_go_of_those_who_wait(world: World) {
