@@ -18,45 +18,46 @@ const DOCUMENTATION: &str =
 /// Each has a stable code. The codes, and what a client should do:
 ///
 /// ## idempotency_key_required
-/// 400. Send the header with a fresh unique value per action, the same one on every attempt.
+/// Status 400. Send the header with a fresh unique value per action, the same one on every attempt.
 ///
 /// ## idempotency_key_invalid
-/// 400. The detail says which rule the key breaks.
+/// Status 400. The detail says which rule the key breaks.
 ///
 /// ## idempotency_scope_unknown
-/// 403. The service cannot tell whose key it is; authenticate.
+/// Status 403. The service cannot tell whose key it is; authenticate.
 ///
 /// ## idempotency_key_reused
-/// 409 (settable). The key belongs to another request, which stands. Find the mistake; do not
-/// send the action again under a new key before you know what the first request did.
+/// Status 409 (settable). The key belongs to another request, which stands. Find the mistake; do
+/// not send the action again under a new key before you know what the first request did.
 ///
 /// ## idempotency_in_flight
-/// 409 with `Retry-After`. The first attempt is still running: send the same again, same key.
+/// Status 409 with `Retry-After`. The first attempt is still running: send the same again, same
+/// key.
 ///
 /// ## idempotency_response_not_retained
-/// 409. It is done, but the answer was not kept; look the result up.
+/// Status 409. It is done, but the answer was not kept; look the result up.
 ///
 /// ## idempotency_outcome_unknown
-/// 409. An earlier attempt was cut off and nobody knows what it did; look the true state up, or
+/// Status 409. An earlier attempt was cut off and nobody knows what it did; look the true state up, or
 /// wait until the service has settled it. Never replace the key.
 ///
 /// ## idempotency_store_unavailable
-/// 503 with `Retry-After`. Nothing ran in this attempt: send the same again, same key.
+/// Status 503 with `Retry-After`. Nothing ran in this attempt: send the same again, same key.
 ///
 /// ## idempotency_overloaded
-/// 503 with `Retry-After`. Too many runs at once, or the service is shutting down.
+/// Status 503 with `Retry-After`. Too many runs at once, or the service is shutting down.
 ///
 /// ## idempotency_limit_reached
-/// 429 with `Retry-After`. Too many keys are live for this caller.
+/// Status 429 with `Retry-After`. Too many keys are live for this caller.
 ///
 /// ## idempotency_body_too_large
-/// 413. The body is larger than the service reads for a keyed request.
+/// Status 413. The body is larger than the service reads for a keyed request.
 ///
 /// ## idempotency_body_incomplete
-/// 400. The body ended early.
+/// Status 400. The body ended early.
 ///
 /// ## idempotency_body_invalid
-/// 400. The body is not what the service's fingerprint scheme can read.
+/// Status 400. The body is not what the service's fingerprint scheme can read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejection {

@@ -198,9 +198,8 @@ impl SkippedHeaders {
                     | "transfer-encoding"
                     | "upgrade"
             );
-            !framing
-                && !self.0.contains(name)
-                && !(names_some && named_by_connection(headers, name))
+            let of_this_connection = framing || names_some && named_by_connection(headers, name);
+            !of_this_connection && !self.0.contains(name)
         }
     }
 }
