@@ -132,9 +132,9 @@ mod scope;
 mod service;
 mod status;
 pub mod store;
-mod waiting;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod waiting;
 
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
 pub use fingerprint::{ExactRequest, FingerprintScheme, KeyOnly, UndecodableBody};

@@ -809,7 +809,7 @@ every_store! {
     async fn drain_records_an_answer_rather_than_giving_its_claim_up(world: World) {
         let store = world.open().await;
         let handler = Handler::new();
-        let layer = layer(&store).store_timeout(Duration::from_millis(100));
+        let layer = layer(&store).store_timeout(Duration::from_millis(500));
         let app = handler.behind(layer.clone());
         store.fail(Operation::Complete, Fault::HangBefore, Times::Next(2));
         assert_eq!(send(&app, post("k", "A")).await.status, 201);

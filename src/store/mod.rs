@@ -101,13 +101,13 @@ use std::{fmt, future::Future, sync::Arc, time::Duration};
 use bytes::Bytes;
 use http::StatusCode;
 
+#[cfg(feature = "sqlite")]
+pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
 pub use self::{
     any::AnyStore,
     clock::{Clock, SystemClock},
     memory::{MemoryStore, MemoryStoreOptions},
 };
-#[cfg(feature = "sqlite")]
-pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
 use crate::record::{Fingerprint, Length, Mode, Record, RecordId, Scheme, Token};
 
 /// The path every request takes. The contract is in the [module documentation](self).

@@ -333,7 +333,11 @@ pub async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Waits until the store was asked this so often, for at most ten seconds.
-pub async fn called(store: &TestStore, operation: tower_idempotency::testing::Operation, calls: usize) {
+pub async fn called(
+    store: &TestStore,
+    operation: tower_idempotency::testing::Operation,
+    calls: usize,
+) {
     let called = store.called(operation, calls);
     let called = tokio::time::timeout(Duration::from_secs(10), called).await;
     called.unwrap_or_else(|_| panic!("{operation:?} was called {} times", store.calls(operation)));

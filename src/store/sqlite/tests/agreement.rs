@@ -237,20 +237,22 @@ impl Game {
     }
 }
 
-/// Queues all steps before the first is carried out, so that they share transactions.
+/// Queues all steps before it waits for the first answer, so that they share transactions.
 async fn carry_out_together(store: &SqliteStore, steps: Vec<Step>) -> Vec<Answer> {
-    let mut running: Vec<Pin<Box<dyn Future<Output = Answer> + '_>>> = Vec::new();
-    let mut done = Vec::new();
+    let mut running = Vec::new();
     for step in steps {
-        let mut answer: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(carry_out(store, step));
+        let mut answer = Box::pin(carry_out(store, step));
         let polled = answer
             .as_mut()
             .poll(&mut Context::from_waker(Waker::noop()));
-        assert!(matches!(polled, Poll::Pending));
-        running.push(answer);
+        running.push((polled, answer));
     }
-    for answer in running {
-        done.push(answer.await);
+    let mut done = Vec::new();
+    for (polled, answer) in running {
+        done.push(match polled {
+            Poll::Ready(answer) => answer,
+            Poll::Pending => answer.await,
+        });
     }
     done
 }
