@@ -517,7 +517,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).skip_headers([http::header::DATE, http::header::SET_COOKIE, http::header::SERVER]);
     /// ```
     pub fn skip_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
-        self.options().skip_headers = SkippedHeaders(names.into_iter().collect());
+        self.options().skip_headers = SkippedHeaders::only(names);
         self
     }
 

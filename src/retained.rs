@@ -59,7 +59,16 @@ impl std::error::Error for DecodeError {}
 
 impl RetainedResponse {
     /// The bytes a store keeps.
+    ///
+    /// # Panics
+    ///
+    /// With more than 65 535 header values, which no stored form can count. Above 16 384 the layer
+    /// leaves a tombstone.
     pub fn encode(&self) -> Bytes {
+        assert!(
+            u16::try_from(self.headers.len()).is_ok(),
+            "a retained response has at most 65535 header values"
+        );
         encode(self.status, &self.headers, &self.body, |_| true)
     }
 
@@ -157,26 +166,35 @@ pub(crate) fn encode(
 
 /// Which fields of a response are not kept for retries.
 #[derive(Debug, Clone)]
-pub(crate) struct SkippedHeaders(pub(crate) Vec<HeaderName>);
+pub(crate) struct SkippedHeaders {
+    names: Vec<HeaderName>,
+    /// `Access-Control-*`, those included that nobody has thought of yet.
+    access_control: bool,
+}
+
+impl SkippedHeaders {
+    pub(crate) fn only(names: impl IntoIterator<Item = HeaderName>) -> Self {
+        Self {
+            names: names.into_iter().collect(),
+            access_control: false,
+        }
+    }
+}
 
 impl Default for SkippedHeaders {
     /// What is about the moment or the asking origin, and credentials.
     fn default() -> Self {
-        Self(vec![
-            header::DATE,
-            header::SET_COOKIE,
-            header::WWW_AUTHENTICATE,
-            header::PROXY_AUTHENTICATE,
-            HeaderName::from_static("authentication-info"),
-            HeaderName::from_static("proxy-authentication-info"),
-            header::ACCESS_CONTROL_ALLOW_CREDENTIALS,
-            header::ACCESS_CONTROL_ALLOW_HEADERS,
-            header::ACCESS_CONTROL_ALLOW_METHODS,
-            header::ACCESS_CONTROL_ALLOW_ORIGIN,
-            header::ACCESS_CONTROL_EXPOSE_HEADERS,
-            header::ACCESS_CONTROL_MAX_AGE,
-            HeaderName::from_static("access-control-allow-private-network"),
-        ])
+        Self {
+            names: vec![
+                header::DATE,
+                header::SET_COOKIE,
+                header::WWW_AUTHENTICATE,
+                header::PROXY_AUTHENTICATE,
+                HeaderName::from_static("authentication-info"),
+                HeaderName::from_static("proxy-authentication-info"),
+            ],
+            access_control: true,
+        }
     }
 }
 
@@ -199,7 +217,9 @@ impl SkippedHeaders {
                     | "upgrade"
             );
             let of_this_connection = framing || names_some && named_by_connection(headers, name);
-            !of_this_connection && !self.0.contains(name)
+            let of_this_origin =
+                self.access_control && name.as_str().starts_with("access-control-");
+            !of_this_connection && !of_this_origin && !self.names.contains(name)
         }
     }
 }

@@ -3,7 +3,6 @@
 
 use std::{
     future::Future,
-    pin::Pin,
     task::{Context, Poll, Waker},
 };
 
