@@ -3,8 +3,18 @@
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (quickstart.db),
 //! `LEASE_MS` (30000), `TTL_SECONDS` (86400), `RECOVERY` (`refuse`, or `rerun`), `RUST_LOG` (warn).
 
-use std::{env, error::Error, future::IntoFuture, io, io::IsTerminal, net::SocketAddr};
-use std::{num::NonZeroU32, process::ExitCode, str::FromStr, sync::Arc, time::Duration};
+use std::{
+    env,
+    error::Error,
+    future::IntoFuture,
+    io::{self, IsTerminal},
+    net::SocketAddr,
+    num::NonZeroU32,
+    process::ExitCode,
+    str::FromStr,
+    sync::Arc,
+    time::Duration,
+};
 
 use axum::{
     Json, Router,
@@ -17,8 +27,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use sqlx::{SqlitePool, sqlite::SqliteConnectOptions, sqlite::SqliteJournalMode};
 use tokio::{net::TcpListener, signal, sync::Notify, time::timeout};
-use tower_idempotency::store::Store;
-use tower_idempotency::{Idempotency, IdempotencyLayer, Recovery, Retain, SqliteStore};
+use tower_idempotency::{
+    Idempotency, IdempotencyLayer, Recovery, Retain, SqliteStore, store::Store,
+};
 use tracing_subscriber::EnvFilter;
 
 /// How long runs may take to end at shutdown. What is then aborted counts as outcome unknown.
@@ -263,10 +274,6 @@ fn variable<T: FromStr>(name: &str, default: &str, expected: &str) -> Result<T, 
 fn print_tour(address: SocketAddr) {
     let url = format!("http://{address}/payments");
     let tour = TOUR.replace("POST", "curl -i URL -H 'Content-Type: application/json'");
-    let tour = tour.replace(
-        "ORDER",
-        r#"-d '{"order_id":"A-1001","amount_satang":25000}'"#,
-    );
     let tour = tour.replace("URL", &url);
     let tour = tour.replace("PID", &std::process::id().to_string());
     println!("listening on http://{address}\n{tour}");
