@@ -10,6 +10,10 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -443,15 +447,17 @@ async fn killed_at_any_moment_nothing_acknowledged_is_lost_and_nothing_runs_twic
     let mut cut_off = Vec::new();
     for round in 0..4 {
         let mut process = unguarded(&database, "refuse");
+        let answered = Arc::new(AtomicUsize::new(0));
         let mut clients = JoinSet::new();
         for client in 0..CLIENTS {
-            let address = process.address;
+            let (address, answered) = (process.address, answered.clone());
             clients.spawn(async move {
                 let mut replies = Vec::new();
                 for number in 0.. {
                     let key = format!("k-{round}-{client}-{number}");
                     let reply = exchange(address, &payment(&key, 1, 0)).await;
                     let over = reply.status == 0;
+                    answered.fetch_add(1, Ordering::SeqCst);
                     replies.push((key, reply));
                     if over {
                         break;
@@ -460,7 +466,8 @@ async fn killed_at_any_moment_nothing_acknowledged_is_lost_and_nothing_runs_twic
                 replies
             });
         }
-        sleep(Duration::from_millis(60 + rand::random::<u64>() % 120)).await;
+        support::eventually("some answers", || answered.load(Ordering::SeqCst) >= 20).await;
+        sleep(Duration::from_millis(rand::random::<u64>() % 50)).await;
         process.kill();
         for (key, reply) in clients.join_all().await.into_iter().flatten() {
             match reply.status {

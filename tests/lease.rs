@@ -736,27 +736,48 @@ every_store! {
 async fn a_handler_that_outlives_its_lease_keeps_its_claim() {
     let folder = tempfile::tempdir().unwrap();
     let outlive = async |(name, store): (&'static str, TestStore)| {
-        let (router, mut puppet) = Puppet::new();
-        let app = router.route_layer(layer(&store).lease(Duration::from_millis(300)));
-        let answer = spawn(&app, post("k", "A"));
-        let run = puppet.next().await;
-        let begun = Instant::now();
-        let mut duplicates = 0;
-        while begun.elapsed() < Duration::from_secs(2) {
-            let duplicate = send(&app, post("k", "A")).await;
-            assert_eq!(duplicate.said(), (409, IN_FLIGHT.to_owned()), "{name}");
-            duplicates += 1;
-            sleep(Duration::from_millis(50)).await;
+        // A machine that stands still for as long as a lease lasts proves nothing; then once more.
+        for key in ["k-1", "k-2", "k-3", "k-4"] {
+            if outlives_its_lease(&store, key).await {
+                return;
+            }
+            println!("{name}: {key} met a machine that stood still");
         }
-        assert!(duplicates > 15, "{name}: {duplicates} duplicates");
-        run.answers(201, "done");
-        let first = answer.await.unwrap();
-        assert_eq!(first.status, 201, "{name}");
-        send(&app, post("k", "A")).await.assert_replays(&first);
-        assert_eq!(puppet.begun(), 1, "{name}");
+        panic!("{name}: this machine is too busy for a lease of 300 ms");
     };
     let [memory, sqlite] = stores_in_real_time(folder.path()).await;
     tokio::join!(outlive(memory), outlive(sqlite));
+}
+
+/// Answers whether the machine was fast enough for this to be a test.
+async fn outlives_its_lease(store: &TestStore, key: &str) -> bool {
+    let (router, mut puppet) = Puppet::new();
+    let app = router.route_layer(layer(store).lease(Duration::from_millis(300)));
+    let answer = spawn(&app, post(key, "A"));
+    let run = puppet.next().await;
+    let (begun, mut last) = (Instant::now(), Instant::now());
+    let mut duplicates = 0;
+    while begun.elapsed() < Duration::from_secs(2) {
+        let duplicate = send(&app, post(key, "A")).await;
+        if last.elapsed() > Duration::from_millis(150) {
+            return false;
+        }
+        assert_eq!(
+            duplicate.said(),
+            (409, IN_FLIGHT.to_owned()),
+            "duplicate {duplicates}"
+        );
+        duplicates += 1;
+        last = Instant::now();
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert!(duplicates > 12, "{duplicates} duplicates");
+    run.answers(201, "done");
+    let first = answer.await.unwrap();
+    assert_eq!(first.status, 201);
+    send(&app, post(key, "A")).await.assert_replays(&first);
+    assert_eq!(puppet.begun(), 1);
+    true
 }
 
 /// From a quarter of a second to for ever.
