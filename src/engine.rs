@@ -212,13 +212,24 @@ impl<S: Store> Engine<S> {
     }
 
     async fn undo_orphans(self: Arc<Self>, mark: Mark) {
-        while let Some((ticket, undo)) = self.next_orphan() {
-            let undone = execution::record_at_last(&self, &ticket, undo);
-            if let First::Right(()) = first(undone, self.live.aborted()).await {
-                break;
+        let mut mark = mark;
+        loop {
+            while let Some((ticket, undo)) = self.next_orphan() {
+                let undone = execution::record_at_last(&self, &ticket, undo);
+                if let First::Right(()) = first(undone, self.live.aborted()).await {
+                    return;
+                }
+            }
+            drop(mark);
+            // Whoever came after the last look and before this saw the mark, and relies on it.
+            if lock(&self.live.orphans).is_empty() {
+                return;
+            }
+            match Mark::set(&self.live.undoing) {
+                Some(again) => mark = again,
+                None => return,
             }
         }
-        drop(mark);
     }
 
     fn next_orphan(&self) -> Option<(Ticket, Outcome)> {

@@ -214,6 +214,32 @@ every_store! {
         assert_eq!((ran.status.as_u16(), handler.effects()), (201, 1));
     }
 
+    // C3: however many there are at once, and whenever they come.
+    async fn of_many_claims_of_unknown_fate_none_is_forgotten(world: World) {
+        let handler = Handler::new();
+        let store = world.open().await;
+        let app = handler.behind(layer(&store));
+        for round in 0..10 {
+            store.fail(Operation::Claim, Fault::After, Times::Always);
+            let crowd = JoinSet::from_iter((0..40).map(|number| {
+                let (app, key) = (app.clone(), format!("k-{round}-{number}"));
+                async move { send(&app, post(&key, "A")).await.said() }
+            }));
+            for said in crowd.join_all().await {
+                assert_eq!(said, (503, UNAVAILABLE.to_owned()));
+            }
+            store.clear();
+            for number in 0..40 {
+                let begun = Instant::now();
+                while record(&store, &format!("k-{round}-{number}")).await.is_some() {
+                    assert!(begun.elapsed() < Duration::from_secs(5), "k-{round}-{number} is left");
+                    sleep(Duration::from_millis(1)).await;
+                }
+            }
+        }
+        assert_eq!(handler.effects(), 0);
+    }
+
     // C3: undone, a takeover must not look as if the run before it never was.
     async fn a_takeover_of_unknown_fate_leaves_the_key_abandoned_and_not_free(world: World) {
         let abandoned = claim_of("k");
