@@ -101,7 +101,7 @@ impl<F, E> fmt::Debug for ResponseFuture<F, E> {
 struct Survivor<E> {
     run: Option<Run<E>>,
     attempt: Arc<Attempt>,
-    /// Taken when the future is made: in `drop` there may be no runtime, and the span is another.
+    /// Taken before the end: in `drop` there may be no runtime, and the span is another.
     runtime: Option<Handle>,
     span: Span,
     go_on: fn(&Handle, Run<E>, Span),
@@ -109,6 +109,10 @@ struct Survivor<E> {
 
 impl<E> Survivor<E> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, E>> {
+        // One made outside of any runtime is at home where it is first polled.
+        if self.runtime.is_none() {
+            self.runtime = Handle::try_current().ok();
+        }
         // Out of `self` while it is polled: a poll that unwinds leaves nothing to go on with.
         let mut run = self.run.take().expect("polled after it was ready");
         let answer = run.as_mut().poll(cx);

@@ -934,6 +934,22 @@ fn a_request_served_outside_of_any_runtime_is_answered_or_lapses_with_its_lease(
     assert_eq!(retry.status(), 409);
 }
 
+// Y1: called outside of any runtime, polled in one, and dropped there.
+#[test]
+fn a_future_made_outside_of_any_runtime_goes_on_where_it_was_polled() {
+    let runtime = Runtime::new().unwrap();
+    let store = runtime.block_on(World::memory().open());
+    let (router, mut puppet) = Puppet::new();
+    let mut service = layer(&store).layer(router);
+    let mut made = Box::pin(Service::call(&mut service, post("k", "A")));
+    runtime.block_on(async {
+        let run = poll_until_it_runs(&mut made, &mut puppet).await;
+        drop(made);
+        run.answers(201, "done");
+        within_a_second(&store, "k", Some(State::Completed)).await;
+    });
+}
+
 fn noop() -> Context<'static> {
     Context::from_waker(Waker::noop())
 }
