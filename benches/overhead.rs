@@ -249,7 +249,7 @@ fn print(costs: [Cost; 9], hash: f64) {
     row(
         "`route_layer`: not covered",
         routed_get,
-        against(routed_get),
+        String::new(),
         "",
         "",
     );
