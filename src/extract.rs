@@ -65,6 +65,17 @@ impl Idempotency {
     ///
     /// Dropping the future has no effect.
     ///
+    /// ```
+    /// use tower_idempotency::{Idempotency, NotOwned};
+    ///
+    /// async fn handler(idempotency: Idempotency) -> Result<&'static str, NotOwned> {
+    ///     // … a slow computation …
+    ///     idempotency.ensure_owned().await?;
+    ///     // … the effect …
+    ///     Ok("paid")
+    /// }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`NotOwned`] when the claim was taken over, forgotten, or has lasted longer than `max_run`,
@@ -103,8 +114,9 @@ pub struct NoIdempotency(());
 impl fmt::Display for NoIdempotency {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
-            "no idempotency key applies to this request; wrap the route in IdempotencyLayer and \
-             require a key for its method, or take Option<Idempotency>",
+            "no idempotency claim stands behind this request; wrap the route in IdempotencyLayer and \
+             require a key for its method, or, where keys are optional or runs may be unprotected, \
+             take Option<Idempotency>",
         )
     }
 }

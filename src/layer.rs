@@ -21,6 +21,13 @@ use crate::{
 /// Put it on routes with `Router::route_layer`; under `Router::layer` it covers unknown paths too,
 /// and a keyless POST to one gets 400 instead of 404. Authentication belongs outside of it.
 ///
+/// The inner service takes `Request<axum::body::Body>` and answers with any `http_body::Body`; the
+/// layered one takes requests with any body and answers `Response<axum::body::Body>`.
+///
+/// Options may be set in any order. One that makes no sense by itself panics when it is set, two
+/// that contradict each other when a service is wrapped. (axum wraps some handlers only when a
+/// router is first served; `.with_state(())` makes it do so at once.)
+///
 /// Clones share one engine: places for runs, heartbeat, waiters, and [`drain`](Self::drain). A
 /// layer may be built outside of a runtime; its background work starts with the first keyed
 /// request, on the runtime that request came in on, and ends with the last handle.
@@ -165,20 +172,14 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// Requires a key on no method; where one is sent it is honoured. Short for `required_methods([])`,
-    /// except that POST stays covered.
+    /// Requires a key on no method; where one is sent, [`methods`](Self::methods) says whether it is
+    /// honoured. Short for `required_methods([])`.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).optional();
     /// ```
     pub fn optional(mut self) -> Self {
-        let required = std::mem::take(&mut self.options().required_methods);
-        for method in required {
-            if !self.options.methods.contains(&method) {
-                self.options().methods.push(method);
-            }
-        }
         self.options().required_methods.clear();
         self
     }
@@ -249,7 +250,8 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// How long a silent process is believed alive. Default 30 s; renewed three times as often.
+    /// How long a silent process is believed alive. Default 30 s; renewed every third of it, by a
+    /// task of the runtime, which handlers that block its threads would keep from running.
     ///
     /// After a crash, retries get `idempotency_in_flight` for this long and then what `recovery` says.
     ///
@@ -341,7 +343,8 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// Says that all callers are one: no scope is needed, and no warning either.
+    /// Says that all callers are one: no scope is needed, and no warning either. Beside
+    /// [`scope`](Self::scope) it says nothing.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
@@ -507,14 +510,30 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// Which response headers are not kept, in place of the default list: Date, Set-Cookie,
-    /// WWW-Authenticate, Proxy-Authenticate, Authentication-Info, Proxy-Authentication-Info and
-    /// Access-Control-*. Hop-by-hop and framing headers and the marker are never kept.
+    /// Which further response headers are not kept, beside those that are not anyway: Date,
+    /// Set-Cookie, WWW-Authenticate, Proxy-Authenticate, Authentication-Info,
+    /// Proxy-Authentication-Info, Access-Control-*, hop-by-hop and framing headers, and the marker.
     ///
     /// ```
     /// # use axum::http;
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
-    /// let layer = IdempotencyLayer::new(MemoryStore::new()).skip_headers([http::header::DATE, http::header::SET_COOKIE, http::header::SERVER]);
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .also_skip_headers([http::header::SERVER]);
+    /// ```
+    pub fn also_skip_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
+        self.options().skip_headers.add(names);
+        self
+    }
+
+    /// Which response headers are not kept, **in place of** the list above: what is not named is
+    /// kept and replayed, cookies, credentials and CORS headers included. Hop-by-hop and framing
+    /// headers and the marker are never kept.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// // This service sets no cookies and is asked by no browser.
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).skip_headers([http::header::DATE]);
     /// ```
     pub fn skip_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.options().skip_headers = SkippedHeaders::only(names);
@@ -576,7 +595,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When it is no URI.
+    /// When it is no absolute URL, or has a fragment: the codes are its fragments.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
@@ -584,8 +603,8 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn documentation_url(mut self, url: &str) -> Self {
         assert!(
-            url.parse::<Uri>().is_ok(),
-            "documentation_url must be a URI"
+            url.parse::<Uri>().is_ok_and(|uri| uri.scheme().is_some()) && !url.contains('#'),
+            "documentation_url must be an absolute URL without a fragment"
         );
         self.options().documentation_url = Some(Arc::from(url));
         self

@@ -97,6 +97,21 @@
 //! Enums and option structs are `#[non_exhaustive]`. The minimum supported Rust version is 1.95; it
 //! is raised in minor versions only.
 //!
+//! # Events
+//!
+//! All have the target `tower_idempotency::observe`; none shows a key, scope, header value or body.
+//!
+//! | message | level | fields |
+//! | --- | --- | --- |
+//! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected` | `status` (an [`IdempotencyStatus`]), `code` of a refusal |
+//! | idempotency store failed | warn | `operation`, `kind`, `error`, `source` |
+//! | idempotency store did not answer in time | warn | `operation` |
+//! | idempotency claim lost | warn | `operation`, `attempt` |
+//! | idempotent run abandoned | error | `why` |
+//! | idempotency record not written | error | `operation` |
+//! | retained response cannot be read | error | `error` |
+//! | IdempotencyLayer has no scope | warn, once | – |
+//!
 //! # Features
 //!
 //! - `sqlite` (default): `SqliteStore`, records in an SQLite file.
@@ -108,6 +123,7 @@
 //! Outside: authentication, request ids, tracing, catch-panic, CORS, rate limits, time-outs,
 //! compression. Inside: whatever sets task-locals. Prefer `Router::route_layer` to `Router::layer`,
 //! which also covers unknown paths. The README has a table with the reasons.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 #![deny(missing_docs, unreachable_pub, missing_debug_implementations)]
 

@@ -143,6 +143,7 @@ pub enum Mode {
     /// The record is written after the effect; a crash in between leaves the outcome unknown.
     Plain,
     /// Effect and completed record commit in one transaction, so an abandoned run had no effect.
+    /// Reserved: the layer makes no such claim yet.
     Transactional,
 }
 
@@ -157,7 +158,8 @@ pub enum State {
     Completed,
     /// Given up by its owner without an outcome.
     Abandoned,
-    /// Released with checkpoints: whoever asks for the same thing continues after them.
+    /// Released with checkpoints: whoever asks for the same thing continues after them. Checkpoints
+    /// are part of what a store must do; a handler cannot save any yet.
     Released,
 }
 

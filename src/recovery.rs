@@ -48,7 +48,7 @@ pub enum InFlight {
     Wait(std::time::Duration),
 }
 
-/// What a keyed request gets when the store cannot be asked before the run.
+/// What a keyed request gets when the store cannot be asked before the run, or is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum StoreFailure {
@@ -56,6 +56,7 @@ pub enum StoreFailure {
     #[default]
     Refuse,
     /// Run the handler without any protection: no claim, no record, and a retry runs again. Such
-    /// responses carry `Idempotency-Status: unprotected`.
+    /// responses carry `Idempotency-Status: unprotected`. Handlers must take
+    /// `Option<`[`Idempotency`](crate::Idempotency)`>`, which is `None` then.
     RunUnprotected,
 }

@@ -48,7 +48,8 @@ const DOCUMENTATION: &str =
 /// Status 503 with `Retry-After`. Too many runs at once, or the service is shutting down.
 ///
 /// ## idempotency_limit_reached
-/// Status 429 with `Retry-After`. Too many keys are live for this caller.
+/// Status 429 with `Retry-After`. Too many keys are live for this caller. Reserved: nothing answers
+/// it yet.
 ///
 /// ## idempotency_body_too_large
 /// Status 413. The body is larger than the service reads for a keyed request.
@@ -93,7 +94,7 @@ pub enum Rejection {
     StoreUnavailable,
     /// Too many runs at once, or shutting down.
     Overloaded,
-    /// Too many records for one tenant.
+    /// Too many records for one tenant. Reserved: the layer does not answer it yet.
     LimitReached,
     /// More body than is read.
     BodyTooLarge {
@@ -154,18 +155,12 @@ impl Rejection {
         }
     }
 
-    /// Whether it is certain that no request with this key ran, so that the action may be sent
-    /// under a new one.
+    /// Whether it is certain that no request with this key ever ran, so that the action may be sent
+    /// under a new one: true only where no usable key was read. Every other refusal may follow an
+    /// earlier attempt that ran, even one over a scope or a body, which are looked at before the
+    /// record is.
     pub fn new_key_safe(&self) -> bool {
-        matches!(
-            self,
-            Self::KeyRequired
-                | Self::KeyInvalid(_)
-                | Self::ScopeUnknown
-                | Self::BodyTooLarge { .. }
-                | Self::BodyIncomplete
-                | Self::BodyInvalid(_)
-        )
+        matches!(self, Self::KeyRequired | Self::KeyInvalid(_))
     }
 
     /// The id of the request that holds the key, where known.
@@ -238,7 +233,7 @@ impl Rejection {
                 "An earlier attempt with this idempotency key was cut off and its outcome is unknown. Look the true state up; do not send the action under a new key.",
             ),
             Self::StoreUnavailable => return Cow::Borrowed(
-                "The record of idempotency keys is out of reach, so the request was not run. Send the same request with the same key again after the time given.",
+                "The record of idempotency keys is out of reach or full, so the request was not run. Send the same request with the same key again after the time given.",
             ),
             Self::Overloaded => return Cow::Borrowed(
                 "The service takes no further keyed requests at the moment, so the request was not run. Send the same request with the same key again after the time given.",
@@ -279,9 +274,26 @@ pub struct RejectionContext<'a> {
     pub documentation_url: Option<&'a str>,
 }
 
+impl<'a> RejectionContext<'a> {
+    /// A context for testing a renderer: the key in `idempotency-key`, no request id, no
+    /// documentation.
+    pub fn new(status: StatusCode, method: &'a str, path: &'a str) -> Self {
+        Self {
+            status,
+            header_name: "idempotency-key",
+            method,
+            path,
+            request_id: None,
+            documentation_url: None,
+        }
+    }
+}
+
 /// Renders refusals in the service's own shape.
 ///
-/// The layer adds the [`IdempotencyStatus`] extension to whatever this answers.
+/// All of the response is the renderer's: it sets [`RejectionContext::status`], and `Retry-After`
+/// where [`Rejection::retry_after_seconds`] gives a number. The layer only adds the
+/// [`IdempotencyStatus`] extension.
 pub trait RenderRejection: Send + Sync + 'static {
     /// The response for this refusal.
     fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body>;

@@ -173,6 +173,10 @@ pub(crate) struct SkippedHeaders {
 }
 
 impl SkippedHeaders {
+    pub(crate) fn add(&mut self, names: impl IntoIterator<Item = HeaderName>) {
+        self.names.extend(names);
+    }
+
     pub(crate) fn only(names: impl IntoIterator<Item = HeaderName>) -> Self {
         Self {
             names: names.into_iter().collect(),

@@ -12,7 +12,7 @@ pub(crate) const REPLAY_HEADER: HeaderName = HeaderName::from_static("idempotent
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IdempotencyStatus {
-    /// The handler ran, for the first time under this key.
+    /// The handler ran, for the first time under this key or after the key was freed.
     Executed,
     /// The retained answer was sent again.
     Replayed,
@@ -28,7 +28,7 @@ pub enum IdempotencyStatus {
     NotRetained,
     /// Refused: an earlier run was cut off and nobody knows what it did.
     OutcomeUnknown,
-    /// The handler ran again, after an abandoned or released run.
+    /// The handler ran again, after a run that was abandoned, or released with checkpoints.
     TookOver,
     /// Refused: the store could not be asked.
     StoreUnavailable,

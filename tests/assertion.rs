@@ -13,7 +13,7 @@ use axum::{
     Router,
     body::{Body, Bytes},
     extract::Request,
-    http::{HeaderValue, Response},
+    http::{HeaderName, HeaderValue, Response},
     routing::post,
 };
 use http_body_util::BodyExt;
@@ -21,8 +21,9 @@ use support::*;
 use tokio::task::LocalSet;
 use tower::{Service, service_fn};
 use tower_idempotency::{
-    Idempotency, IdempotencyLayer, IdempotencyStatus, InFlight, KeyOnly, MemoryStore, Retain,
-    Retention, testing::assert_idempotent,
+    Idempotency, IdempotencyLayer, IdempotencyStatus, InFlight, KeyFormat, KeyOnly, MemoryStore,
+    Retain, Retention,
+    testing::{assert_idempotent, assert_idempotent_with_keys},
 };
 
 fn keyed() -> axum::http::Request<Body> {
@@ -66,6 +67,36 @@ every_store! {
             assert_idempotent(app, keyed()).await;
         }
     }
+}
+
+#[tokio::test]
+async fn it_takes_keys_of_any_form_in_any_header() {
+    let name = HeaderName::from_static("webhook-id");
+    let short = KeyFormat::any()
+        .max_len(8)
+        .check("like ev-1", |key| key.starts_with(b"ev-"));
+    let layer = IdempotencyLayer::new(MemoryStore::new())
+        .single_tenant()
+        .header_name(name.clone())
+        .key_format(short);
+    let app = Handler::new().behind(layer);
+    let mut number = 0;
+    let keys = || {
+        number += 1;
+        format!("ev-{number}")
+    };
+    let request = request("POST", "/charges", None, "{\"amount\":1}");
+    assert_idempotent_with_keys(app, request, name, keys).await;
+    assert_eq!(number, 3);
+}
+
+#[tokio::test]
+async fn it_says_why_a_request_was_refused() {
+    let layer = IdempotencyLayer::new(MemoryStore::new())
+        .single_tenant()
+        .key_format(KeyFormat::any().max_len(8));
+    let found = complaint(Handler::new().behind(layer), keyed()).await;
+    assert!(found.contains("longer than 8 bytes"), "{found}");
 }
 
 #[tokio::test]
@@ -142,14 +173,6 @@ async fn it_wants_a_request_that_succeeds_and_has_a_key() {
     let found = complaint(app.clone(), keyed()).await;
     assert!(found.contains("must be accepted"), "{found}");
     let keyless = request("POST", "/charges", None, "");
-    let found = tokio::spawn(assert_idempotent(app, keyless))
-        .await
-        .unwrap_err();
-    assert!(
-        found
-            .into_panic()
-            .downcast_ref::<&str>()
-            .unwrap()
-            .contains("Idempotency-Key")
-    );
+    let found = complaint(app, keyless).await;
+    assert!(found.contains("Idempotency-Key"), "{found}");
 }

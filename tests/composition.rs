@@ -400,7 +400,7 @@ every_store! {
             let answer = send(&app, request(method, "/required", key, "")).await;
             assert_eq!(answer.status, 500);
             let text = String::from_utf8_lossy(&answer.body).into_owned();
-            for part in ["no idempotency key applies", "IdempotencyLayer", "Option<Idempotency>"] {
+            for part in ["no idempotency claim", "IdempotencyLayer", "Option<Idempotency>"] {
                 assert!(text.contains(part), "{text}");
             }
         }

@@ -48,7 +48,7 @@ fn refusals() -> HashMap<&'static str, Refusal> {
     let table = [
         ("key_required", 400, Said::Missing, None, true),
         ("key_invalid", 400, Said::Invalid, None, true),
-        ("scope_unknown", 403, Said::Invalid, None, true),
+        ("scope_unknown", 403, Said::Invalid, None, false),
         ("key_reused", 409, Said::Reused, None, false),
         ("in_flight", 409, Said::InFlight, Some(1), false),
         ("response_not_retained", 409, Said::NotRetained, None, false),
@@ -61,9 +61,9 @@ fn refusals() -> HashMap<&'static str, Refusal> {
             false,
         ),
         ("overloaded", 503, Said::Overloaded, Some(1), false),
-        ("body_too_large", 413, Said::Invalid, None, true),
-        ("body_incomplete", 400, Said::Invalid, None, true),
-        ("body_invalid", 400, Said::Invalid, None, true),
+        ("body_too_large", 413, Said::Invalid, None, false),
+        ("body_incomplete", 400, Said::Invalid, None, false),
+        ("body_invalid", 400, Said::Invalid, None, false),
     ];
     let refusals = table.map(|(code, status, said, retry_after, new_key_safe)| {
         let refusal = Refusal {
@@ -238,14 +238,16 @@ every_store! {
             (layer(store.clone()).optional(), [optional, optional, ignored, ignored, ignored]),
             (layer(store.clone()).required_methods([]), [optional, optional, ignored, ignored, ignored]),
             (layer(store.clone()).methods([Method::PUT]), [required, ignored, optional, ignored, ignored]),
-            (layer(store.clone()).methods([]).optional(), [optional, ignored, ignored, ignored, ignored]),
+            (layer(store.clone()).methods([]).optional(), [ignored, ignored, ignored, ignored, ignored]),
+            (layer(store.clone()).methods([Method::PUT]).optional(), [ignored, ignored, optional, ignored, ignored]),
+            (layer(store.clone()).optional().methods([Method::PUT]), [ignored, ignored, optional, ignored, ignored]),
             (
                 layer(store.clone()).required_methods([Method::PUT, Method::DELETE, purge.clone()]),
                 [optional, optional, required, required, required],
             ),
             (
                 layer(store.clone()).required_methods([Method::DELETE]).optional(),
-                [optional, optional, ignored, optional, ignored],
+                [optional, optional, ignored, ignored, ignored],
             ),
         ];
         for (n, (layer, expected)) in table.into_iter().enumerate() {

@@ -15,14 +15,17 @@ const KEY: HeaderName = HeaderName::from_static("idempotency-key");
 /// Asserts that a service, usually a router behind an
 /// [`IdempotencyLayer`](crate::IdempotencyLayer), treats this request idempotently.
 ///
-/// The request is sent, under fresh keys of the same spelling,
+/// The request is sent, under fresh keys,
 /// 1. twice: the second answer must be the first one again, marked as a replay;
 /// 2. eight times at once: exactly one may run, the others are told to wait or get its answer;
 /// 3. and dropped halfway, then again until it is answered: the key must end up with one answer;
 /// 4. with another body under a used key: it must be refused.
 ///
-/// The request must be one the service accepts (2xx), with an `Idempotency-Key`. The effect happens
-/// about three times, under three keys. Needs a tokio runtime with time enabled.
+/// The request must be one the service accepts (2xx), with an `Idempotency-Key`. The fresh keys are
+/// UUIDs, quoted when the given key is. For another header, or keys of another form, there is
+/// [`assert_idempotent_with_keys`]. The effect happens about three times, under three keys. Needs a
+/// tokio runtime with time enabled. Services that let the key alone decide
+/// ([`KeyOnly`](crate::KeyOnly)) do not pass: they accept another body.
 ///
 /// ```
 /// use axum::{Router, body::Body, http::Request, routing::post};
@@ -51,42 +54,86 @@ where
     B: http_body::Body<Data = Bytes>,
     B::Error: Debug,
 {
-    let (head, body) = request.into_parts();
-    assert!(
-        head.headers.contains_key(KEY),
-        "assert_idempotent: the request needs an Idempotency-Key header"
-    );
-    let body = body.collect().await.expect("a readable body").to_bytes();
-    let probe = Probe { app, head, body };
+    let given = request.headers().get(KEY);
+    let given = given.expect("assert_idempotent: the request needs an Idempotency-Key header");
+    let quoted = given.as_bytes().starts_with(b"\"");
+    let keys = || {
+        let key = fresh_uuid();
+        if quoted { format!("\"{key}\"") } else { key }
+    };
+    assert_idempotent_with_keys(app, request, KEY, keys).await;
+}
 
-    let key = probe.fresh_key();
-    let first = probe.send(&key, &probe.body).await;
+/// The same as [`assert_idempotent`], with the key in the given header, and with keys from `keys`,
+/// which must give a fresh one each time: three are used.
+///
+/// # Panics
+///
+/// Like [`assert_idempotent`], and when a key is no header value.
+pub async fn assert_idempotent_with_keys<S, B>(
+    app: S,
+    request: Request<Body>,
+    header: HeaderName,
+    mut keys: impl FnMut() -> String,
+) where
+    S: Service<Request<Body>, Response = Response<B>> + Clone,
+    S::Error: Debug,
+    B: http_body::Body<Data = Bytes>,
+    B::Error: Debug,
+{
+    let (head, body) = request.into_parts();
+    let body = body.collect().await.expect("a readable body").to_bytes();
+    let probe = Probe {
+        app,
+        head,
+        header,
+        body,
+    };
+    let mut key = || HeaderValue::try_from(keys()).expect("a key that is a header value");
+
+    let used = key();
+    let first = probe.send(&used, &probe.body).await;
     assert!(
         first.status.is_success() && !first.replay,
         "sent once, the request must be accepted and run, but it was answered {first:?}"
     );
-    let second = probe.send(&key, &probe.body).await;
+    let second = probe.send(&used, &probe.body).await;
     second.assert_repeats(&first, "sent twice");
 
     let mut other = probe.body.to_vec();
     other.extend(b" (another body)");
-    let reused = probe.send(&key, &Bytes::from(other)).await;
+    let reused = probe.send(&used, &Bytes::from(other)).await;
     assert_eq!(
         reused.did,
         Some(IdempotencyStatus::Reused),
         "with another body under the same key the request must be refused, but it was answered {reused:?}"
     );
-    let third = probe.send(&key, &probe.body).await;
+    let third = probe.send(&used, &probe.body).await;
     third.assert_repeats(&first, "sent again after another body was refused");
 
-    probe.at_once().await;
-    probe.dropped_halfway().await;
+    probe.at_once(&key()).await;
+    probe.dropped_halfway(&key()).await;
+}
+
+/// A random UUID (RFC 9562 §5.4).
+fn fresh_uuid() -> String {
+    let bits = u128::from_be_bytes(*Token::random().as_bytes());
+    let hex = format!("{bits:032x}");
+    format!(
+        "{}-{}-4{}-8{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[13..16],
+        &hex[17..20],
+        &hex[20..]
+    )
 }
 
 /// A service and the request it is probed with.
 struct Probe<S> {
     app: S,
     head: Parts,
+    header: HeaderName,
     body: Bytes,
 }
 
@@ -97,26 +144,9 @@ where
     B: http_body::Body<Data = Bytes>,
     B::Error: Debug,
 {
-    /// A UUID, which every key format takes, quoted when the given key is.
-    fn fresh_key(&self) -> HeaderValue {
-        let bits = u128::from_be_bytes(*Token::random().as_bytes());
-        let hex = format!("{bits:032x}");
-        let uuid = format!(
-            "{}-{}-4{}-8{}-{}",
-            &hex[..8],
-            &hex[8..12],
-            &hex[13..16],
-            &hex[17..20],
-            &hex[20..]
-        );
-        let quoted = self.head.headers[KEY].as_bytes().starts_with(b"\"");
-        let key = if quoted { format!("\"{uuid}\"") } else { uuid };
-        HeaderValue::try_from(key).expect("hexadecimal digits")
-    }
-
     fn request(&self, key: &HeaderValue, body: &Bytes) -> Request<Body> {
         let mut head = self.head.clone();
-        head.headers.insert(KEY, key.clone());
+        head.headers.insert(self.header.clone(), key.clone());
         // The length given was that of the given body.
         head.headers.remove(http::header::CONTENT_LENGTH);
         Request::from_parts(head, Body::from(body.clone()))
@@ -127,10 +157,9 @@ where
         Answer::of(response.await.expect("an answer")).await
     }
 
-    async fn at_once(&self) {
-        let key = self.fresh_key();
+    async fn at_once(&self, key: &HeaderValue) {
         let mut running: Vec<_> = (0..8)
-            .map(|_| Box::pin(self.send(&key, &self.body)))
+            .map(|_| Box::pin(self.send(key, &self.body)))
             .collect();
         let mut answers = Vec::new();
         poll_fn(|cx| {
@@ -163,10 +192,9 @@ where
         }
     }
 
-    async fn dropped_halfway(&self) {
-        let key = self.fresh_key();
+    async fn dropped_halfway(&self, key: &HeaderValue) {
         {
-            let mut request = pin!(self.app.clone().oneshot(self.request(&key, &self.body)));
+            let mut request = pin!(self.app.clone().oneshot(self.request(key, &self.body)));
             // Once polled it has begun; whether it is also done is all the same here.
             poll_fn(|cx| {
                 let _ = request.as_mut().poll(cx);
@@ -174,19 +202,19 @@ where
             })
             .await;
         }
-        let mut answer = self.send(&key, &self.body).await;
+        let mut answer = self.send(key, &self.body).await;
         for _ in 0..200 {
             if answer.did != Some(IdempotencyStatus::InFlight) {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
-            answer = self.send(&key, &self.body).await;
+            answer = self.send(key, &self.body).await;
         }
         assert!(
             answer.status.is_success(),
             "dropped halfway and sent again for ten seconds, the request must be answered, but it was answered {answer:?}"
         );
-        let again = self.send(&key, &self.body).await;
+        let again = self.send(key, &self.body).await;
         again.assert_repeats(&answer, "dropped halfway, then sent again");
     }
 }
@@ -241,6 +269,10 @@ impl Debug for Answer {
         }
         if let Some(did) = self.did {
             write!(f, ", {did}")?;
+        }
+        let problem: serde_json::Value = serde_json::from_slice(&self.body).unwrap_or_default();
+        if let Some(detail) = problem["detail"].as_str() {
+            write!(f, ": {detail}")?;
         }
         f.write_str(")")
     }

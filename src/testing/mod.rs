@@ -12,7 +12,7 @@ pub mod conformance;
 mod faulty;
 
 pub use self::{
-    assertion::assert_idempotent,
+    assertion::{assert_idempotent, assert_idempotent_with_keys},
     clock::FakeClock,
     faulty::{Fault, FaultyStore, Operation, Times},
 };
