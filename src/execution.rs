@@ -3,7 +3,7 @@
 
 use std::{
     future::{Future, poll_fn},
-    panic::resume_unwind,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     pin::pin,
     sync::Arc,
     task::Poll,
@@ -19,9 +19,12 @@ use crate::{
     attempt::Attempt,
     body::{Captured, capture_response},
     bounded::{First, Panic, first, poll_caught, within},
-    engine::{Engine, Pause, Permit, Registered},
-    extract::Idempotency,
+    engine::Engine,
+    extract::{GiveUp, Idempotency},
+    live::{Permit, Registered},
+    maintenance::Pause,
     observe::{self, Operation},
+    options::Options,
     retained,
     store::{Completion, Lifetimes, Settled, Store, StoreErrorKind, Ticket},
 };
@@ -85,14 +88,24 @@ enum Watched<T> {
 /// Polls the future until it ends, panics, or the run is told to stop. By then it is dropped: it
 /// has ended before anything is said about it.
 async fn watched<S, F: Future>(engine: &Engine<S>, future: F) -> Watched<F::Output> {
-    let mut future = pin!(future);
+    let mut future = pin!(Some(future));
     let mut aborted = pin!(engine.live.aborted());
-    poll_fn(|cx| match poll_caught(future.as_mut(), cx) {
-        Poll::Ready(Ok(output)) => Poll::Ready(Watched::Done(output)),
-        Poll::Ready(Err(panic)) => Poll::Ready(Watched::Panicked(panic)),
-        Poll::Pending => aborted.as_mut().poll(cx).map(|()| Watched::Aborted),
+    let ended = poll_fn(|cx| {
+        let Some(running) = future.as_mut().as_pin_mut() else {
+            return Poll::Pending;
+        };
+        match poll_caught(running, cx) {
+            Poll::Ready(Ok(output)) => Poll::Ready(Watched::Done(output)),
+            Poll::Ready(Err(panic)) => Poll::Ready(Watched::Panicked(panic)),
+            Poll::Pending => aborted.as_mut().poll(cx).map(|()| Watched::Aborted),
+        }
     })
-    .await
+    .await;
+    // What the handler still holds may panic while it is dropped.
+    match catch_unwind(AssertUnwindSafe(|| future.set(None))) {
+        Ok(()) => ended,
+        Err(panic) => Watched::Panicked(panic),
+    }
 }
 
 /// What a record is to become.
@@ -114,9 +127,24 @@ impl Outcome {
 }
 
 /// What a run holds until its outcome is recorded: its place, and its claim under the heartbeat.
-struct Hold {
+/// Dropped before that, because its runtime ends, it leaves the claim to the background.
+struct Hold<S: Store> {
+    engine: Arc<Engine<S>>,
+    ticket: Ticket,
+    /// What the record is to become, as far as that is known.
+    outcome: Outcome,
+    settled: bool,
     _permit: Permit,
     _registered: Registered,
+}
+
+impl<S: Store> Drop for Hold<S> {
+    fn drop(&mut self) {
+        if !self.settled {
+            let outcome = std::mem::replace(&mut self.outcome, Outcome::Abandoned);
+            self.engine.leave_behind(self.ticket.clone(), outcome);
+        }
+    }
 }
 
 /// A won claim, and what it takes to run under it.
@@ -143,17 +171,23 @@ where
 {
     let Claimed {
         ticket,
-        permit,
+        mut permit,
         undo,
     } = claimed;
     attempt.won(ticket.clone());
+    permit.runs();
     let hold = Hold {
+        engine: engine.clone(),
+        ticket: ticket.clone(),
+        outcome: undo.clone(),
+        settled: false,
         _permit: permit,
         _registered: engine.live.register(&attempt, ticket.token),
     };
-    if attempt.is_gone() {
-        // The caller left before its claim was won, so nothing is begun for it.
-        settle(&engine, &ticket, undo, hold).await;
+    if attempt.is_gone() && matches!(undo, Outcome::Released) {
+        // The caller left before its claim was won, so nothing is begun for it. (A rerun is begun
+        // all the same: given back, it would use an attempt up without having run.)
+        settle(hold, undo).await;
         return Ok(Response::new(Body::empty()));
     }
     if !inner.ready {
@@ -166,7 +200,7 @@ where
             Watched::Aborted => Some(Watched::Aborted),
         };
         if let Some(unready) = unready {
-            settle(&engine, &ticket, undo, hold).await;
+            settle(hold, undo).await;
             return match unready {
                 Watched::Done(error) => Err(error),
                 Watched::Panicked(panic) => resume_unwind(panic),
@@ -178,10 +212,12 @@ where
         .extensions_mut()
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
 
-    let ended = watched(&engine, answer(&engine, inner, request)).await;
+    let mut hold = hold;
+    hold.outcome = Outcome::Abandoned;
+    let ended = watched(&engine, answer(&engine, inner, request, &undo)).await;
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
-            settle(&engine, &ticket, outcome, hold).await;
+            settle(hold, outcome).await;
             let status = if ticket.attempt == 1 {
                 IdempotencyStatus::Executed
             } else {
@@ -194,17 +230,17 @@ where
         }
         Watched::Done(Err(error)) => {
             observe::abandoned("the inner service failed");
-            settle(&engine, &ticket, Outcome::Abandoned, hold).await;
+            settle(hold, Outcome::Abandoned).await;
             Err(error)
         }
         Watched::Panicked(panic) => {
             observe::abandoned("the handler panicked");
-            settle(&engine, &ticket, Outcome::Abandoned, hold).await;
+            settle(hold, Outcome::Abandoned).await;
             resume_unwind(panic)
         }
         Watched::Aborted => {
             observe::abandoned("the run was aborted by drain");
-            settle(&engine, &ticket, Outcome::Abandoned, hold).await;
+            settle(hold, Outcome::Abandoned).await;
             let rejection = Rejection::OutcomeUnknown {
                 original_request_id: None,
             };
@@ -214,11 +250,12 @@ where
 }
 
 /// Calls the inner service and decides what becomes of the record, holding the response's body in
-/// memory where it is to be kept.
+/// memory where it is to be kept. `undo` is what becomes of it when this run did nothing.
 async fn answer<I, RB, S>(
     engine: &Engine<S>,
     inner: Inner<I>,
     request: Request<Body>,
+    undo: &Outcome,
 ) -> Result<(Parts, Body, Outcome), I::Error>
 where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
@@ -229,10 +266,15 @@ where
     let (mut parts, body) = inner.call(request).await?.into_parts();
     parts.headers.remove(&options.replay_header);
 
+    if parts.extensions.get::<GiveUp>().is_some() {
+        return Ok((parts, body, Outcome::Abandoned));
+    }
     let said = parts.extensions.get::<Retain>().copied();
     let retain = said.unwrap_or_else(|| options.retention.decide(parts.status));
     let tombstone = Outcome::Completed(Completion::tombstone(parts.status));
     match retain {
+        // A rule by status knows nothing of an earlier run that was cut off; a handler may.
+        Retain::Release if said.is_none() => Ok((parts, body, undo.clone())),
         Retain::Release => Ok((parts, body, Outcome::Released)),
         Retain::Keep if !is_stream(&parts) => {
             let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
@@ -268,89 +310,109 @@ fn is_stream(parts: &Parts) -> bool {
 
 /// Records the outcome, within `store_timeout`; when that is not enough, goes on in the background
 /// so that the caller gets its true answer. Then wakes whoever waits for this key.
-async fn settle<S: Store>(engine: &Arc<Engine<S>>, ticket: &Ticket, outcome: Outcome, hold: Hold) {
-    let recorded = within(
-        engine.options.store_timeout,
-        record(engine, ticket, outcome.clone()),
-    )
-    .await;
-    if recorded.is_some() {
-        drop(hold);
-        engine.live.waiting.settled(&ticket.id);
-        return;
+async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) {
+    hold.outcome = outcome;
+    let limit = hold.engine.options.store_timeout;
+    if within(limit, record(&hold)).await.is_some() {
+        return recorded(hold);
     }
-    observe::recording_late(outcome.operation());
-    let (engine, ticket) = (engine.clone(), ticket.clone());
+    observe::recording_late(hold.outcome.operation());
     tokio::spawn(async move {
-        let recorded = within(
-            engine.options.max_run,
-            record_at_last(&engine, &ticket, outcome.clone()),
-        );
+        let engine = hold.engine.clone();
+        let late = within(engine.options.max_run, record_at_last(&hold));
         if !matches!(
-            first(recorded, engine.live.aborted()).await,
+            first(late, engine.live.aborted()).await,
             First::Left(Some(()))
         ) {
             // One last try: an answer that is known is worth more than a claim given up.
-            let (operation, limit) = (outcome.operation(), engine.options.store_timeout);
-            let last = record(&engine, &ticket, outcome);
-            if within(limit, last).await.is_none() {
-                observe::recording_failed(operation);
-                within(limit, record(&engine, &ticket, Outcome::Abandoned)).await;
+            if within(limit, record(&hold)).await.is_none() {
+                observe::recording_failed(hold.outcome.operation());
+                hold.outcome = Outcome::Abandoned;
+                within(limit, record(&hold)).await;
             }
         }
-        drop(hold);
-        engine.live.waiting.settled(&ticket.id);
+        recorded(hold);
     });
+}
+
+/// Nothing is left to do for this run.
+fn recorded<S: Store>(mut hold: Hold<S>) {
+    hold.settled = true;
+    let (engine, id) = (hold.engine.clone(), hold.ticket.id.clone());
+    drop(hold);
+    engine.live.waiting.settled(&id);
 }
 
 /// Records in the background, where nobody's patience ends a try that hangs: it is made anew every
 /// `store_timeout`.
-pub(crate) async fn record_at_last<S: Store>(
-    engine: &Engine<S>,
-    ticket: &Ticket,
-    outcome: Outcome,
-) {
-    let limit = engine.options.store_timeout;
-    while within(limit, record(engine, ticket, outcome.clone()))
-        .await
-        .is_none()
-    {}
+async fn record_at_last<S: Store>(hold: &Hold<S>) {
+    let limit = hold.engine.options.store_timeout;
+    while within(limit, record(hold)).await.is_none() {}
 }
 
-/// Sends the outcome to the store until it answers. The token makes sending again harmless.
-async fn record<S: Store>(engine: &Engine<S>, ticket: &Ticket, mut outcome: Outcome) {
-    let lifetimes = Lifetimes {
-        ttl: engine.options.ttl,
-        response_ttl: engine.options.response_ttl,
-    };
+/// Sends the outcome to the store until it is settled, or hopeless.
+async fn record<S: Store>(hold: &Hold<S>) {
+    let engine = &hold.engine;
+    let mut outcome = hold.outcome.clone();
     let mut pause = Pause::default();
     loop {
-        let operation = outcome.operation();
-        let settled = match outcome.clone() {
-            Outcome::Completed(done) => engine.store.complete(ticket, done, lifetimes).await,
-            Outcome::Released => engine.store.release(ticket, lifetimes.ttl).await,
-            Outcome::Abandoned => engine.store.abandon(ticket).await,
-        };
-        let error = match settled {
-            Ok(Settled::Done) => return,
-            Ok(Settled::Lost) => {
-                if matches!(outcome, Outcome::Completed(_)) {
-                    observe::ownership_lost(operation, ticket);
-                }
-                return;
-            }
-            Err(error) => error,
-        };
-        observe::store_failed(operation, Some(&error));
-        match (error.kind(), &mut outcome) {
-            (StoreErrorKind::Closed, _) => return observe::recording_failed(operation),
-            // A response the store cannot take must not cost the knowledge that it is done.
-            (StoreErrorKind::Full | StoreErrorKind::Invalid, Outcome::Completed(done))
-                if done.response.is_some() =>
-            {
-                done.response = None;
-            }
-            _ => pause.wait().await,
+        let tried = try_to_record(&engine.store, &engine.options, &hold.ticket, &mut outcome);
+        match tried.await {
+            Tried::Settled => return,
+            Tried::Hopeless => return observe::recording_failed(outcome.operation()),
+            Tried::Failed => pause.wait().await,
         }
+    }
+}
+
+/// How one try to record an outcome went.
+pub(crate) enum Tried {
+    /// It is recorded, or the claim is somebody else's by now.
+    Settled,
+    /// It may go better next time.
+    Failed,
+    /// It will never go better.
+    Hopeless,
+}
+
+/// Sends the outcome to the store once. The token makes sending again harmless.
+pub(crate) async fn try_to_record<S: Store>(
+    store: &S,
+    options: &Options,
+    ticket: &Ticket,
+    outcome: &mut Outcome,
+) -> Tried {
+    let lifetimes = Lifetimes {
+        ttl: options.ttl,
+        response_ttl: options.response_ttl,
+    };
+    let settled = match outcome.clone() {
+        Outcome::Completed(done) => store.complete(ticket, done, lifetimes).await,
+        Outcome::Released => store.release(ticket, lifetimes.ttl).await,
+        Outcome::Abandoned => store.abandon(ticket).await,
+    };
+    let error = match settled {
+        Ok(Settled::Done) => return Tried::Settled,
+        Ok(Settled::Lost) => {
+            if matches!(outcome, Outcome::Completed(_)) {
+                observe::ownership_lost(outcome.operation(), ticket);
+            }
+            return Tried::Settled;
+        }
+        Err(error) => error,
+    };
+    observe::store_failed(outcome.operation(), Some(&error));
+    match (error.kind(), outcome) {
+        // A response the store cannot take must not cost the knowledge that it is done.
+        (StoreErrorKind::Full | StoreErrorKind::Invalid, Outcome::Completed(done))
+            if done.response.is_some() =>
+        {
+            done.response = None;
+            Tried::Failed
+        }
+        (StoreErrorKind::Closed | StoreErrorKind::Corrupt | StoreErrorKind::Invalid, _) => {
+            Tried::Hopeless
+        }
+        _ => Tried::Failed,
     }
 }

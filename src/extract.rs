@@ -10,7 +10,7 @@ use axum::{
 use http::{HeaderValue, Response, StatusCode, header, request::Parts};
 
 use crate::{
-    IdempotencyKey, Retain, Scope,
+    IdempotencyKey, Scope,
     attempt::Attempt,
     store::{StoreError, Ticket},
 };
@@ -79,7 +79,7 @@ impl Idempotency {
     /// # Errors
     ///
     /// [`NotOwned`] when the claim was taken over, forgotten, or has lasted longer than `max_run`,
-    /// or when the store could not say. As a response it frees the key, so do nothing afterwards.
+    /// or when the store could not say. As a response it leaves the key to the recovery policy.
     pub async fn ensure_owned(&self) -> Result<(), NotOwned> {
         match self.attempt.still_holds().await {
             Ok(true) => Ok(()),
@@ -131,7 +131,9 @@ impl IntoResponse for NoIdempotency {
 
 /// A run holds its claim no longer, or cannot know whether it does.
 ///
-/// As a response: 503 with `Retry-After: 1` and [`Retain::Release`].
+/// As a response: 503 with `Retry-After: 1`. Nothing is kept, and the key is left to
+/// [`Recovery`](crate::Recovery), since what the run did so far is not known. A handler that knows
+/// that it did nothing may answer with [`Retain::Release`](crate::Retain) instead.
 #[derive(Debug, Clone)]
 pub struct NotOwned {
     unknown: Option<Arc<StoreError>>,
@@ -159,10 +161,16 @@ impl std::error::Error for NotOwned {
     }
 }
 
+/// Marks a response after which the outcome of its run is unknown.
+#[derive(Clone, Copy)]
+pub(crate) struct GiveUp;
+
 impl IntoResponse for NotOwned {
     fn into_response(self) -> Response<Body> {
         let retry_after = (header::RETRY_AFTER, HeaderValue::from_static("1"));
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        (status, Retain::Release, [retry_after], self.to_string()).into_response()
+        let mut response = (status, [retry_after], self.to_string()).into_response();
+        response.extensions_mut().insert(GiveUp);
+        response
     }
 }

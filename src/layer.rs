@@ -9,7 +9,8 @@ use crate::{
     FingerprintScheme, InFlight, KeyFormat, Recovery, RenderRejection, Retention, Scope,
     StoreFailure,
     bounded::within,
-    engine::{Engine, Live},
+    engine::Engine,
+    live::Live,
     options::Options,
     retained::SkippedHeaders,
     service::IdempotencyService,
@@ -595,16 +596,18 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When it is no absolute URL, or has a fragment: the codes are its fragments.
+    /// When it is neither a URL nor an absolute path, or has a fragment: the codes are its fragments.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).documentation_url("https://pay.example/docs/idempotency");
     /// ```
     pub fn documentation_url(mut self, url: &str) -> Self {
+        let found = url.parse::<Uri>();
         assert!(
-            url.parse::<Uri>().is_ok_and(|uri| uri.scheme().is_some()) && !url.contains('#'),
-            "documentation_url must be an absolute URL without a fragment"
+            found.is_ok_and(|uri| uri.scheme().is_some() || url.starts_with('/'))
+                && !url.contains('#'),
+            "documentation_url must be a URL or an absolute path, without a fragment"
         );
         self.options().documentation_url = Some(Arc::from(url));
         self

@@ -136,6 +136,8 @@ mod extract;
 mod fingerprint;
 mod key;
 mod layer;
+mod live;
+mod maintenance;
 mod observe;
 mod options;
 mod record;

@@ -156,11 +156,11 @@ impl Rejection {
     }
 
     /// Whether it is certain that no request with this key ever ran, so that the action may be sent
-    /// under a new one: true only where no usable key was read. Every other refusal may follow an
-    /// earlier attempt that ran, even one over a scope or a body, which are looked at before the
-    /// record is.
+    /// under a new one: true only where there was no key. Every other refusal may follow an earlier
+    /// attempt that ran, even one over the key's form, the scope or the body: they are looked at
+    /// before the record is, and a deploy may have changed the rules since.
     pub fn new_key_safe(&self) -> bool {
-        matches!(self, Self::KeyRequired | Self::KeyInvalid(_))
+        matches!(self, Self::KeyRequired)
     }
 
     /// The id of the request that holds the key, where known.

@@ -18,16 +18,17 @@ use crate::{
     attempt::Attempt,
     body::read_request,
     bounded::{FOREVER, within},
-    engine::{Engine, Pause},
+    engine::Engine,
     execution::{self, Claimed, Inner, Outcome},
     extract::Idempotency,
+    maintenance::Pause,
     observe::{self, Operation},
     record::{Fingerprint, Record, RecordId},
     recovery::{InFlight, StoreFailure},
     response_future::ResponseFuture,
     retained::RetainedResponse,
     scope::{MAX_SCOPE_LEN, Scope},
-    store::{Checkpoints, Claim, ClaimRequest, Held, Store, StoreErrorKind},
+    store::{Checkpoints, Claim, ClaimRequest, Held, Settled, Store, StoreErrorKind},
 };
 
 /// How often a claim whose fate is unknown is sent again before the request is refused.
@@ -162,7 +163,8 @@ where
         Ok(Decision::Unprotected) => {
             inner.make_ready().await?;
             let request = Request::from_parts(head, body.into_body());
-            return Ok(unprotected(inner.call(request).await?));
+            let response = inner.call(request).await?;
+            return Ok(unprotected(response, &options.replay_header));
         }
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
@@ -230,15 +232,21 @@ async fn wait<S: Store + Checkpoints>(
     };
     loop {
         let news = waiter.listen();
-        match claim(engine, asked, fingerprint, attempt).await? {
-            Claiming::Decided(decision) => {
+        match claim(engine, asked, fingerprint, attempt).await {
+            Ok(Claiming::Decided(decision)) => {
                 waiter.tell();
                 return Ok(decision);
             }
-            Claiming::InFlight(_) if attempt.is_gone() => return Err(in_flight(held)),
-            Claiming::InFlight(_) => {}
+            // All places are taken by other runs: that says nothing about this key.
+            Err(Rejection::Overloaded) if !engine.live.is_draining() => {}
+            // What ends the wait of one ends that of all.
+            Err(rejection) => {
+                waiter.tell();
+                return Err(rejection);
+            }
+            Ok(Claiming::InFlight(_)) => {}
         }
-        if !waiter.worth_looking(news, deadline).await {
+        if attempt.is_gone() || !waiter.worth_looking(news, deadline).await {
             return Err(in_flight(held));
         }
     }
@@ -261,7 +269,8 @@ async fn claim<S: Store + Checkpoints>(
     let options = &engine.options;
     let permit = engine
         .live
-        .admit(options.max_running)
+        .admit(options.max_running, options.store_timeout)
+        .await
         .ok_or(Rejection::Overloaded)?;
     let mut request = ClaimRequest::new(asked.id.clone(), options.fingerprint.name(), fingerprint);
     request.lease = options.lease;
@@ -297,6 +306,9 @@ async fn claim<S: Store + Checkpoints>(
             Some(Claim::Abandoned(held)) => held,
         };
         engine.same_as_held(asked, fingerprint, &held)?;
+        if engine.runs_here(&held).await {
+            return Ok(Claiming::InFlight(held));
+        }
         if !held.released && !options.recovery.allows_after(held.attempt) {
             return Err(Rejection::OutcomeUnknown {
                 original_request_id: held.request_id,
@@ -326,20 +338,17 @@ async fn send_claim<S: Store + Checkpoints>(
     // From here on a claim may stand: if the caller leaves now, this goes on without it.
     attempt.set_must_finish(true);
     let mut pause = Pause::default();
-    let mut unknown_fate = false;
+    let mut failed = StoreErrorKind::Unavailable;
     let sent = within(engine.options.store_timeout, async {
         for resend in 0.. {
             match engine.store.claim(request.clone()).await {
                 Ok(claim) => return Some(claim),
                 Err(error) => {
                     observe::store_failed(Operation::Claim, Some(&error));
-                    match error.kind() {
-                        StoreErrorKind::Full => return None,
-                        StoreErrorKind::Unavailable if resend < CLAIM_RESENDS => {}
-                        _ => {
-                            unknown_fate = true;
-                            return None;
-                        }
+                    failed = error.kind();
+                    // Whatever else is wrong, nothing was claimed.
+                    if failed != StoreErrorKind::Unavailable || resend >= CLAIM_RESENDS {
+                        return None;
                     }
                 }
             }
@@ -354,15 +363,17 @@ async fn send_claim<S: Store + Checkpoints>(
     }
     if sent.is_none() {
         observe::store_failed(Operation::Claim, None);
-        unknown_fate = true;
+        failed = StoreErrorKind::Unavailable;
     }
-    if unknown_fate {
-        engine.undo_orphan(request.ticket(0), undo.clone());
+    if failed == StoreErrorKind::Unavailable {
+        engine.leave_behind(request.ticket(0), undo.clone());
     }
     attempt.set_must_finish(false);
+    // A record that is there and cannot be read may be that of a finished run.
+    let absent = matches!(failed, StoreErrorKind::Unavailable | StoreErrorKind::Full);
     match engine.options.store_failure {
-        StoreFailure::Refuse => Err(Rejection::StoreUnavailable),
-        StoreFailure::RunUnprotected => Ok(None),
+        StoreFailure::RunUnprotected if absent => Ok(None),
+        _ => Err(Rejection::StoreUnavailable),
     }
 }
 
@@ -398,6 +409,15 @@ impl<S: Store + Checkpoints> Engine<S> {
         older
             .filter(|older| older.name() == scheme)
             .any(|older| older.fingerprint(asked.head, asked.body) == Ok(*recorded))
+    }
+
+    /// Whether a claim that looks abandoned is one of this process, whose run is going on: then the
+    /// heartbeat came too late, which the run must not pay for. Past `max_run` it is abandoned.
+    async fn runs_here(&self, held: &Held) -> bool {
+        let Some(ticket) = self.live.running_here(&held.token) else {
+            return false;
+        };
+        !matches!(self.renew(&ticket).await, Ok(Settled::Lost))
     }
 
     fn same_as_held(
@@ -452,8 +472,9 @@ fn in_flight(held: Held) -> Rejection {
 }
 
 /// Marks the answer of a run that was not protected.
-fn unprotected(mut response: Response<Body>) -> Response<Body> {
+fn unprotected(mut response: Response<Body>, replay_header: &HeaderName) -> Response<Body> {
     observe::decided(IdempotencyStatus::Unprotected, None);
+    response.headers_mut().remove(replay_header);
     response.headers_mut().insert(
         HeaderName::from_static("idempotency-status"),
         HeaderValue::from_static("unprotected"),

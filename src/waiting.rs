@@ -71,6 +71,13 @@ impl Waiting {
         }
     }
 
+    /// Tells all who wait, whatever for.
+    pub(crate) fn wake_all(&self) {
+        for place in self.places().values() {
+            place.settled.notify_waiters();
+        }
+    }
+
     fn places(&self) -> MutexGuard<'_, HashMap<RecordId, Arc<Place>>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -47,7 +47,7 @@ fn refusals() -> HashMap<&'static str, Refusal> {
     use IdempotencyStatus as Said;
     let table = [
         ("key_required", 400, Said::Missing, None, true),
-        ("key_invalid", 400, Said::Invalid, None, true),
+        ("key_invalid", 400, Said::Invalid, None, false),
         ("scope_unknown", 403, Said::Invalid, None, false),
         ("key_reused", 409, Said::Reused, None, false),
         ("in_flight", 409, Said::InFlight, Some(1), false),

@@ -501,9 +501,11 @@ panics! {
     a_buffer_timeout_of_zero: "buffer_timeout must be longer than zero" => layer().buffer_timeout(ZERO);
     a_reuse_status_of_success: "reuse_status must be a 4xx status" => layer().reuse_status(StatusCode::OK);
     a_reuse_status_of_server_error: "reuse_status must be a 4xx status" => layer().reuse_status(StatusCode::INTERNAL_SERVER_ERROR);
-    a_documentation_url_that_is_none: "documentation_url must be a URI" => layer().documentation_url("not a url");
-    an_empty_documentation_url: "documentation_url must be a URI" => layer().documentation_url("");
-    a_documentation_url_with_a_line_break: "documentation_url must be a URI" => layer().documentation_url("https://docs.example/\r\nx: y");
+    a_documentation_url_that_is_none: "documentation_url must be a URL" => layer().documentation_url("not a url");
+    an_empty_documentation_url: "documentation_url must be a URL" => layer().documentation_url("");
+    a_documentation_url_that_names_nothing: "documentation_url must be a URL" => layer().documentation_url("*");
+    a_documentation_url_with_a_fragment: "without a fragment" => layer().documentation_url("https://docs.example/a#b");
+    a_documentation_url_with_a_line_break: "documentation_url must be a URL" => layer().documentation_url("https://docs.example/\r\nx: y");
     a_key_length_of_zero: "key_format: max_len must be from 1 to 255" => KeyFormat::any().max_len(0);
     a_key_length_of_256: "key_format: max_len must be from 1 to 255" => KeyFormat::any().max_len(256);
     no_records_in_memory: "max_records must be at least 1" => MemoryStore::options().max_records(0);

@@ -716,7 +716,7 @@ every_store! {
     }
 
     // ensure_owned
-    async fn not_owned_as_an_answer_frees_the_key(world: World) {
+    async fn not_owned_as_an_answer_leaves_the_key_to_the_recovery_policy(world: World) {
         let store = world.open().await;
         let (router, mut puppet) = Puppet::new();
         let app = router.route_layer(layer(&store));
@@ -728,10 +728,8 @@ every_store! {
         store.clear();
         run.answers_with(axum::response::IntoResponse::into_response(told));
         assert_eq!(answer.await.unwrap().status, 503);
-        assert_eq!(state(&store, "k").await, None);
-        let again = spawn(&app, post("k", "A"));
-        puppet.next().await.answers(201, "done");
-        assert_eq!(again.await.unwrap().status, 201);
+        assert_eq!(state(&store, "k").await, Some(State::Abandoned));
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
     }
 }
 

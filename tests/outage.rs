@@ -211,14 +211,35 @@ every_store! {
                 assert_eq!(send(&app, post(key, "A")).await.said(), (409, IN_FLIGHT.to_owned()));
             }
             assert_eq!((store.calls(Operation::Release), store.calls(Operation::Abandon)), (0, 0));
-            // After the lease it is for the recovery policy.
+            // After the lease it is, for other processes, for the recovery policy.
             world.clock.advance(LEASE + Duration::from_secs(1));
-            assert_eq!(send(&app, post(key, "A")).await.said(), (409, UNKNOWN.to_owned()));
-            assert_eq!(handler.effects(), 1);
             let next = world.open().await;
+            let refusing = handler.behind(layer(&next));
+            assert_eq!(send(&refusing, post(key, "A")).await.said(), (409, UNKNOWN.to_owned()));
+            assert_eq!(handler.effects(), 1);
             let next = handler.behind(layer(&next).recovery(Recovery::rerun()));
             assert_eq!(send(&next, post(key, "A")).await.status, 201);
             assert_eq!(handler.effects(), 2, "case {number}");
+        }
+    }
+
+    // O2: the process that holds the answer knows better than its lapsed lease.
+    async fn while_an_answer_is_being_recorded_its_own_process_never_runs_again(world: World) {
+        for recovery in [Recovery::Refuse, Recovery::rerun()] {
+            let handler = Handler::new();
+            let store = world.open().await;
+            let app = handler.behind(layer(&store).recovery(recovery));
+            store.fail(Operation::Complete, Fault::Before, Times::Always);
+            store.fail(Operation::Renew, Fault::Before, Times::Always);
+            let key = format!("{recovery:?}");
+            let key = key.split(' ').next().unwrap();
+            let first = send(&app, post(key, "A")).await;
+            world.clock.advance(LEASE + Duration::from_secs(1));
+            assert_eq!(send(&app, post(key, "A")).await.said(), (409, IN_FLIGHT.to_owned()));
+            store.clear();
+            comes_to(&store, key, Some(State::Completed)).await;
+            send(&app, post(key, "A")).await.assert_replays(&first);
+            assert_eq!(handler.effects(), 1);
         }
     }
 

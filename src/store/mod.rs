@@ -119,8 +119,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`StoreErrorKind::Full`] means that nothing was claimed. After any other error the claim may
-    /// or may not stand: send it again with the same token, or release that token.
+    /// After [`StoreErrorKind::Unavailable`] the claim may or may not stand: send it again with the
+    /// same token, or release that token. After any other error nothing was claimed.
     fn claim(&self, claim: ClaimRequest) -> impl Future<Output = Result<Claim, StoreError>> + Send;
 
     /// Records the outcome (15–17, 19, 20).

@@ -1,0 +1,302 @@
+//! The runs of this process: their places, their claims, and those that are left behind.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    pin::pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::sync::{Notify, watch};
+
+use crate::{
+    attempt::Attempt,
+    bounded::{FOREVER, within},
+    execution::Outcome,
+    record::Token,
+    store::Ticket,
+    waiting::Waiting,
+};
+
+/// The most claims left behind that wait to be settled at once. Those beyond it stay in flight
+/// until their `max_run`.
+const MAX_ORPHANS: usize = 100_000;
+
+/// Shared by all clones of a layer.
+pub(crate) struct Live {
+    places: Mutex<Places>,
+    draining: AtomicBool,
+    /// Wakes `drain` when nothing is going on any more.
+    idle: Notify,
+    /// Wakes those who wait for a place.
+    freed: Notify,
+    /// Tells every run to stop where it is.
+    abort: Notify,
+    aborted: AtomicBool,
+    attempts: Mutex<HashMap<Token, Arc<Attempt>>>,
+    pub(crate) waiting: Waiting,
+    orphans: Mutex<VecDeque<(Ticket, Outcome)>>,
+    /// Orphans not settled yet, the one at hand included.
+    orphaned: AtomicUsize,
+    pub(crate) undoing: Arc<AtomicBool>,
+    pub(crate) maintained: Arc<AtomicBool>,
+    /// The shortest and the longest lease of the layers that share this. The background task
+    /// watches it, and ends when the last handle is gone.
+    leases: watch::Sender<(Duration, Duration)>,
+    pub(crate) warned_of_scope: AtomicBool,
+}
+
+/// How many places are taken: by claims that are being made, and by runs.
+#[derive(Default)]
+struct Places {
+    claiming: usize,
+    running: usize,
+    /// How many requests wait for a claim to come to nothing.
+    hoping: usize,
+}
+
+impl Live {
+    pub(crate) fn new() -> Self {
+        Self {
+            places: Mutex::default(),
+            draining: AtomicBool::new(false),
+            idle: Notify::new(),
+            freed: Notify::new(),
+            abort: Notify::new(),
+            aborted: AtomicBool::new(false),
+            attempts: Mutex::default(),
+            waiting: Waiting::default(),
+            orphans: Mutex::default(),
+            orphaned: AtomicUsize::new(0),
+            undoing: Arc::default(),
+            maintained: Arc::default(),
+            leases: watch::channel((Duration::MAX, Duration::ZERO)).0,
+            warned_of_scope: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes a place for a claim that may become a run. Where all are taken by runs, or the layer is
+    /// draining, the answer is `None` at once; where some are only claims being made, most of which
+    /// come to nothing, it waits `patience` for one of them.
+    pub(crate) async fn admit(
+        self: &Arc<Self>,
+        limit: usize,
+        patience: Duration,
+    ) -> Option<Permit> {
+        if let Some(permit) = self.try_admit(limit)? {
+            return Some(permit);
+        }
+        let _hope = Hope::new(self);
+        let waited = async {
+            loop {
+                let mut freed = pin!(self.freed.notified());
+                freed.as_mut().enable();
+                if let Some(permit) = self.try_admit(limit)? {
+                    return Some(permit);
+                }
+                freed.await;
+            }
+        };
+        within(patience, waited).await?
+    }
+
+    /// `None`: there will be no place. `Some(None)`: there may soon be one.
+    fn try_admit(self: &Arc<Self>, limit: usize) -> Option<Option<Permit>> {
+        if self.is_draining() {
+            return None;
+        }
+        let mut places = lock(&self.places);
+        if places.running >= limit {
+            return None;
+        }
+        if places.claiming + places.running >= limit {
+            return Some(None);
+        }
+        places.claiming += 1;
+        Some(Some(Permit {
+            live: self.clone(),
+            runs: false,
+        }))
+    }
+
+    /// Claims in progress, runs, and outcomes still to be recorded.
+    pub(crate) fn running(&self) -> usize {
+        let places = lock(&self.places);
+        places.claiming + places.running
+    }
+
+    /// Ends when every run has ended and every claim left behind is settled.
+    pub(crate) async fn idle(&self) {
+        loop {
+            let mut idle = pin!(self.idle.notified());
+            idle.as_mut().enable();
+            if self.running() == 0 && self.orphaned.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn stop_admitting(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        self.freed.notify_waiters();
+        self.waiting.wake_all();
+    }
+
+    /// Tells every run to stop; each then abandons its claim itself, once it has ended.
+    pub(crate) fn abort_all(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+        self.abort.notify_waiters();
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::SeqCst)
+    }
+
+    /// Ends when the runs are told to stop.
+    pub(crate) async fn aborted(&self) {
+        let mut abort = pin!(self.abort.notified());
+        abort.as_mut().enable();
+        if !self.is_aborted() {
+            abort.await;
+        }
+    }
+
+    /// Puts a won claim under the heartbeat until the guard is dropped.
+    pub(crate) fn register(self: &Arc<Self>, attempt: &Arc<Attempt>, token: Token) -> Registered {
+        lock(&self.attempts).insert(token, attempt.clone());
+        Registered {
+            live: self.clone(),
+            token,
+        }
+    }
+
+    /// The claims under the heartbeat.
+    pub(crate) fn attempts(&self) -> Vec<(Ticket, Arc<Attempt>)> {
+        lock(&self.attempts)
+            .values()
+            .filter_map(|attempt| Some((attempt.ticket()?.clone(), attempt.clone())))
+            .collect()
+    }
+
+    /// The claim with this token, if its run is going on here.
+    pub(crate) fn running_here(&self, token: &Token) -> Option<Ticket> {
+        lock(&self.attempts).get(token)?.ticket().cloned()
+    }
+
+    pub(crate) fn leases(&self) -> watch::Receiver<(Duration, Duration)> {
+        self.leases.subscribe()
+    }
+
+    /// Takes a layer's lease into account.
+    pub(crate) fn beat_for(&self, lease: Duration) {
+        let lease = lease.min(FOREVER);
+        self.leases.send_if_modified(|(shortest, longest)| {
+            let before = (*shortest, *longest);
+            (*shortest, *longest) = (lease.min(*shortest), lease.max(*longest));
+            before != (*shortest, *longest)
+        });
+    }
+
+    /// Keeps a claim that is left behind, and what its record is to become.
+    pub(crate) fn leave_behind(&self, ticket: Ticket, outcome: Outcome) {
+        let mut orphans = lock(&self.orphans);
+        if orphans.len() < MAX_ORPHANS {
+            orphans.push_back((ticket, outcome));
+            self.orphaned.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    pub(crate) fn next_orphan(&self) -> Option<(Ticket, Outcome)> {
+        lock(&self.orphans).pop_front()
+    }
+
+    /// Not settled yet: others come first, so that one that cannot be settled blocks none.
+    pub(crate) fn put_back(&self, ticket: Ticket, outcome: Outcome) {
+        lock(&self.orphans).push_back((ticket, outcome));
+    }
+
+    pub(crate) fn orphan_settled(&self) {
+        if self.orphaned.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    pub(crate) fn has_orphans(&self) -> bool {
+        !lock(&self.orphans).is_empty()
+    }
+}
+
+/// A place: of a claim that is being made, then of the run it became.
+pub(crate) struct Permit {
+    live: Arc<Live>,
+    runs: bool,
+}
+
+impl Permit {
+    /// The claim was won.
+    pub(crate) fn runs(&mut self) {
+        let mut places = lock(&self.live.places);
+        places.claiming -= 1;
+        places.running += 1;
+        self.runs = true;
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut places = lock(&self.live.places);
+        match self.runs {
+            true => places.running -= 1,
+            false => places.claiming -= 1,
+        }
+        let (left, hoping) = (places.claiming + places.running, places.hoping);
+        drop(places);
+        if hoping > 0 {
+            self.live.freed.notify_waiters();
+        }
+        if left == 0 {
+            self.live.idle.notify_waiters();
+        }
+    }
+}
+
+/// One who waits for a place.
+struct Hope<'a>(&'a Live);
+
+impl<'a> Hope<'a> {
+    fn new(live: &'a Live) -> Self {
+        lock(&live.places).hoping += 1;
+        Self(live)
+    }
+}
+
+impl Drop for Hope<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.places).hoping -= 1;
+    }
+}
+
+/// A claim under the heartbeat.
+pub(crate) struct Registered {
+    live: Arc<Live>,
+    token: Token,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        lock(&self.live.attempts).remove(&self.token);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code that can panic runs under these locks, and none leaves half a change behind.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,234 @@
+//! Background work: the heartbeat that keeps this process's claims alive, the purge, and the
+//! settling of claims that were left behind. All of it ends with the last handle of the layer.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{sync::watch, time::Instant};
+
+use crate::{
+    bounded::{First, first, within},
+    execution::{Tried, try_to_record},
+    live::Live,
+    observe::{self, Operation},
+    options::Options,
+    record::Token,
+    store::{Settled, Store},
+};
+
+/// How many records one purge removes at most, so that claims never wait long behind it.
+const PURGE_BATCH: usize = 500;
+
+/// No lease is so short that its heartbeat may keep a processor busy.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// Says that a background task is at work, and stops saying so when it ends, however it ends.
+pub(crate) struct Mark(Arc<AtomicBool>);
+
+impl Mark {
+    /// `None` when one is at work already.
+    pub(crate) fn set(flag: &Arc<AtomicBool>) -> Option<Self> {
+        let set = flag.load(Ordering::Relaxed) || flag.swap(true, Ordering::SeqCst);
+        (!set).then(|| Self(flag.clone()))
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Heartbeat and purge. Side by side, so that a purge that takes its time costs no claim its lease.
+pub(crate) async fn maintain<S: Store>(
+    store: S,
+    options: Arc<Options>,
+    live: Weak<Live>,
+    leases: watch::Receiver<(Duration, Duration)>,
+    _mark: Mark,
+) {
+    let beats = heartbeats(&store, &options, live, leases);
+    first(beats, purges(&store, &options)).await;
+}
+
+async fn heartbeats<S: Store>(
+    store: &S,
+    options: &Options,
+    live: Weak<Live>,
+    mut leases: watch::Receiver<(Duration, Duration)>,
+) {
+    let mut heartbeat = Heartbeat::new();
+    loop {
+        let (shortest, longest) = *leases.borrow_and_update();
+        let renewed = {
+            let Some(live) = live.upgrade() else { return };
+            // Half a lease: a slow store is waited for, and one answer that never comes leaves
+            // time for another try.
+            let patience = options.store_timeout.min(shortest / 2);
+            heartbeat.beat(store, patience, &live, longest).await
+        };
+        let pause = match renewed {
+            Beat::Renewed => shortest / 3,
+            // A missed beat is made up for quickly: a lease has room for several.
+            Beat::Failed => shortest / 10,
+            Beat::Unanswered => SHORTEST_PAUSE,
+        };
+        let pause = tokio::time::sleep(pause.max(SHORTEST_PAUSE));
+        if let First::Right(Err(_)) = first(pause, leases.changed()).await {
+            return;
+        }
+    }
+}
+
+async fn purges<S: Store>(store: &S, options: &Options) {
+    let mut wait = options.purge_interval();
+    let mut failures = 0_u32;
+    loop {
+        tokio::time::sleep(jittered(wait)).await;
+        wait = match within(options.store_timeout, store.purge(PURGE_BATCH)).await {
+            Some(Ok(count)) if count >= PURGE_BATCH => Duration::from_millis(5),
+            Some(Ok(_)) => {
+                failures = 0;
+                options.purge_interval()
+            }
+            failed => {
+                observe::store_failed(Operation::Purge, failed.and_then(Result::err).as_ref());
+                failures = (failures + 1).min(5);
+                options.purge_interval() * 2_u32.pow(failures)
+            }
+        };
+    }
+}
+
+/// How a heartbeat went.
+enum Beat {
+    /// Done, or there was nothing to renew.
+    Renewed,
+    Failed,
+    Unanswered,
+}
+
+/// Keeps the claims of this process alive, and tells their runs when that fails.
+struct Heartbeat {
+    /// Until when each claim is known to be believed alive, by this process's clock.
+    until: HashMap<Token, Instant>,
+    last: Instant,
+}
+
+impl Heartbeat {
+    fn new() -> Self {
+        Self {
+            until: HashMap::new(),
+            last: Instant::now(),
+        }
+    }
+
+    /// Renews, when there is anything to renew.
+    async fn beat<S: Store>(
+        &mut self,
+        store: &S,
+        patience: Duration,
+        live: &Live,
+        lease: Duration,
+    ) -> Beat {
+        let attempts = live.attempts();
+        let asked = Instant::now();
+        // A claim that is new here was made after the last beat, and is believed alive from then.
+        let since = std::mem::replace(&mut self.last, asked);
+        let before = std::mem::take(&mut self.until);
+        self.until.extend(attempts.iter().map(|(ticket, _)| {
+            let until = before.get(&ticket.token).copied();
+            (ticket.token, until.unwrap_or(since + lease))
+        }));
+        if attempts.is_empty() {
+            return Beat::Renewed;
+        }
+        let tickets: Vec<_> = attempts.iter().map(|(ticket, _)| ticket.clone()).collect();
+        let renewed = within(patience, store.renew(&tickets, lease)).await;
+        let answered = renewed.is_some();
+        if let Some(Ok(settled)) = renewed {
+            for ((ticket, attempt), settled) in attempts.iter().zip(settled) {
+                self.until.insert(ticket.token, asked + lease);
+                attempt.set_lost(settled == Settled::Lost);
+            }
+            return Beat::Renewed;
+        }
+        observe::store_failed(Operation::Renew, renewed.and_then(Result::err).as_ref());
+        let now = Instant::now();
+        for (ticket, attempt) in &attempts {
+            let until = self.until.get(&ticket.token);
+            attempt.set_lost(until.is_none_or(|until| *until <= now));
+        }
+        match answered {
+            true => Beat::Failed,
+            false => Beat::Unanswered,
+        }
+    }
+}
+
+/// Settles what was left behind: claims of unknown fate whose requests have been answered, and runs
+/// that ended with their runtime. Once the layer is drained, or its last handle gone, each is tried
+/// once more, and that is the end.
+pub(crate) async fn settle_orphans<S: Store>(
+    store: S,
+    options: Arc<Options>,
+    live: Arc<Live>,
+    mark: Mark,
+) {
+    let mut mark = mark;
+    let mut pause = Pause::default();
+    loop {
+        let last = live.is_aborted() || Arc::strong_count(&live) == 1;
+        let Some((ticket, mut outcome)) = live.next_orphan() else {
+            drop(mark);
+            // Whoever came after the last look and before this saw the mark, and relies on it.
+            if !live.has_orphans() {
+                return;
+            }
+            match Mark::set(&live.undoing) {
+                Some(again) => mark = again,
+                None => return,
+            }
+            continue;
+        };
+        let tried = try_to_record(&store, &options, &ticket, &mut outcome);
+        match within(options.store_timeout, tried).await {
+            Some(Tried::Settled | Tried::Hopeless) => {
+                live.orphan_settled();
+                pause = Pause::default();
+            }
+            Some(Tried::Failed) | None if last => live.orphan_settled(),
+            Some(Tried::Failed) | None => {
+                live.put_back(ticket, outcome);
+                first(pause.wait(), live.aborted()).await;
+            }
+        }
+    }
+}
+
+/// Growing pauses between tries: 10 ms doubled up to 1 s, each jittered.
+pub(crate) struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(Duration::from_millis(10))
+    }
+}
+
+impl Pause {
+    pub(crate) async fn wait(&mut self) {
+        tokio::time::sleep(jittered(self.0)).await;
+        self.0 = (self.0 * 2).min(Duration::from_secs(1));
+    }
+}
+
+/// Between half of and the whole duration, so that many processes do not move in step.
+fn jittered(duration: Duration) -> Duration {
+    duration.mul_f64(0.5 + rand::random::<f64>() / 2.0)
+}
