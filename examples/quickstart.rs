@@ -7,7 +7,7 @@ use std::{
     env,
     error::Error,
     future::IntoFuture,
-    io::{self, IsTerminal},
+    io::{self, IsTerminal, Write},
     net::SocketAddr,
     num::NonZeroU32,
     process::ExitCode,
@@ -276,7 +276,8 @@ fn print_tour(address: SocketAddr) {
     let tour = TOUR.replace("POST", "curl -i URL -H 'Content-Type: application/json'");
     let tour = tour.replace("URL", &url);
     let tour = tour.replace("PID", &std::process::id().to_string());
-    println!("listening on http://{address}\n{tour}");
+    // Nobody has to listen.
+    let _ = writeln!(io::stdout(), "listening on http://{address}\n{tour}");
 }
 
 const TOUR: &str = r#"

@@ -44,6 +44,7 @@ where
         if gathered.len > limit {
             return Err(Rejection::BodyTooLarge { limit: Some(limit) });
         }
+        gathered.breathe().await;
     }
     let (data, trailers) = gathered.finish();
     Ok(Buffered { data, trailers })
@@ -103,6 +104,7 @@ pub(crate) async fn capture_response(body: Body, limit: usize, patience: Duratio
             if gathered.len > limit {
                 return false;
             }
+            gathered.breathe().await;
         }
         true
     })
@@ -134,6 +136,7 @@ async fn next_frame<B: HttpBody>(
 #[derive(Default)]
 struct Gathered {
     len: usize,
+    frames: usize,
     first: Bytes,
     more: BytesMut,
     trailers: Option<HeaderMap>,
@@ -158,6 +161,14 @@ impl Gathered {
                     self.trailers = Some(trailers);
                 }
             }
+        }
+    }
+
+    /// A body that always has a further frame ready must not keep its thread for itself.
+    async fn breathe(&mut self) {
+        self.frames += 1;
+        if self.frames.is_multiple_of(64) {
+            tokio::task::yield_now().await;
         }
     }
 

@@ -255,6 +255,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// task of the runtime, which handlers that block its threads would keep from running.
     ///
     /// After a crash, retries get `idempotency_in_flight` for this long and then what `recovery` says.
+    /// The lease is that of the store instance: of layers that share one, the longest counts for all.
     ///
     /// # Panics
     ///

@@ -9,6 +9,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
 /// The first byte of the stored form; tells later forms apart.
 const VERSION: u8 = 1;
 
+/// In the length of a value: it is not to be shown.
+const SENSITIVE: u32 = 1 << 31;
+
 /// A response with more fields than this is not kept: neither the stored count nor a map of
 /// headers, which panics when it is full, has room for any number of them.
 pub(crate) const MAX_FIELDS: usize = 1 << 14;
@@ -18,7 +21,8 @@ pub(crate) const MAX_FIELDS: usize = 1 << 14;
 /// # Stored form
 ///
 /// Version 1, numbers big-endian: one byte version, two bytes status, two bytes number of fields;
-/// per field two bytes length of the name, the name, four bytes length of the value, the value;
+/// per field two bytes length of the name, the name, four bytes length of the value, the value
+/// (the length's highest bit says that the value is marked sensitive, as `http` has it);
 /// eight bytes length of the body, the body, end. Records outlive deploys: a released form is never
 /// changed, and a new one gets a new version.
 ///
@@ -99,8 +103,10 @@ impl RetainedResponse {
             let name = HeaderName::from_bytes(&stored[input.take(length)?]);
             let name = name.map_err(|_| DecodeError::Damaged)?;
             let length = u32::from_be_bytes(input.array()?);
-            let value = stored.slice(input.take(length as usize)?);
-            let value = HeaderValue::from_maybe_shared(value).map_err(|_| DecodeError::Damaged)?;
+            let value = stored.slice(input.take((length & !SENSITIVE) as usize)?);
+            let mut value =
+                HeaderValue::from_maybe_shared(value).map_err(|_| DecodeError::Damaged)?;
+            value.set_sensitive(length & SENSITIVE != 0);
             headers
                 .try_append(name, value)
                 .map_err(|_| DecodeError::Damaged)?;
@@ -156,7 +162,8 @@ pub(crate) fn encode(
     for (name, value) in kept() {
         out.put_u16(name.as_str().len() as u16);
         out.put_slice(name.as_str().as_bytes());
-        out.put_u32(value.len() as u32);
+        let sensitive = if value.is_sensitive() { SENSITIVE } else { 0 };
+        out.put_u32(value.len() as u32 | sensitive);
         out.put_slice(value.as_bytes());
     }
     out.put_u64(body.len() as u64);

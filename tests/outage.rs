@@ -136,6 +136,18 @@ every_store! {
         assert_eq!(handler.effects(), 4);
     }
 
+    // R10: a handler cannot mark an unprotected answer as a replay.
+    async fn an_unprotected_answer_is_never_marked_as_a_replay(world: World) {
+        let handler = Handler::answering(|_| {
+            let response = axum::http::Response::builder().header("idempotent-replay", "true");
+            response.body(Body::empty()).unwrap()
+        });
+        let store = world.open().await;
+        let app = handler.behind(layer(&store).store_failure(StoreFailure::RunUnprotected));
+        store.fail(Operation::Claim, Fault::Before, Times::Always);
+        assert_eq!(send(&app, post("k", "A")).await.header("idempotent-replay"), None);
+    }
+
     // O1: bounded by its own time-out and not by the client's patience.
     async fn a_store_that_hangs_is_waited_for_no_longer_than_store_timeout(world: World) {
         for fault in [Fault::HangBefore, Fault::HangAfter] {

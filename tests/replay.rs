@@ -214,6 +214,24 @@ every_store! {
         }
     }
 
+    // What a handler marks as not to be shown is marked in the replay as well.
+    async fn a_sensitive_value_stays_sensitive(world: World) {
+        let handler = Handler::answering(|_| {
+            let mut token = HeaderValue::from_static("t0ken-secret");
+            token.set_sensitive(true);
+            let response = Response::builder().status(201).header("x-token", token);
+            response.header("x-open", "seen").body(Body::empty()).unwrap()
+        });
+        let app = handler.behind(layer(world.open().await));
+        let first = send(&app, post("K", "A")).await;
+        let retry = send(&app, post("K", "A")).await;
+        retry.assert_replays(&first);
+        for headers in [&first.headers, &retry.headers] {
+            assert!(headers["x-token"].is_sensitive() && !headers["x-open"].is_sensitive());
+        }
+        assert!(!format!("{:?}", retry.headers).contains("t0ken-secret"));
+    }
+
     // R5
     async fn fields_of_the_connection_are_not_stored(world: World) {
         let handler = Handler::answering(|_| {

@@ -426,6 +426,19 @@ every_store! {
         assert_eq!(handler.effects(), 1);
     }
 
+    // B4: frames without content, always ready, for ever.
+    async fn a_body_that_never_pauses_and_says_nothing_is_a_stream_too(world: World) {
+        let handler = Handler::answering(|_| {
+            Response::builder().status(201).body(Pieces::endless("").body()).unwrap()
+        });
+        let store = world.open().await;
+        let app = handler.behind(layer(store.clone()).buffer_timeout(Duration::from_millis(20)));
+        let response = app.clone().oneshot(post("K", "A"));
+        let response = tokio::time::timeout(Duration::from_secs(10), response).await;
+        assert_eq!(response.expect("it is read for ever").unwrap().status(), 201);
+        assert_tombstone(&app, &store, "K", 201).await;
+    }
+
     async fn response_trailers_reach_the_first_caller_and_are_not_kept(world: World) {
         let handler = Handler::answering(|_| {
             let trailers = HeaderMap::from_iter([("x-sum".parse().unwrap(), HeaderValue::from_static("42"))]);

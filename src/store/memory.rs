@@ -230,9 +230,25 @@ impl Data {
             }
             (record, settled)
         });
-        let due = due.into_iter().flatten();
-        self.due.extend(due.map(|at| Reverse((at, id.clone()))));
+        for at in due.into_iter().flatten() {
+            self.note(at, id);
+        }
         settled
+    }
+
+    /// Notes when to look at a record again. Notes outlive records that go early, so once most are
+    /// stale they are made anew.
+    fn note(&mut self, at: Timestamp, id: &RecordId) {
+        self.due.push(Reverse((at, id.clone())));
+        if self.due.len() > 4 * self.slots.len() + 1024 {
+            let records = self.slots.values().filter_map(|slot| slot.record.as_ref());
+            let noted = records.flat_map(|record| {
+                let at = [record.response_expires, record.expires];
+                let at = at.into_iter().flatten();
+                at.map(|at| Reverse((at, record.id.clone())))
+            });
+            self.due = noted.collect();
+        }
     }
 
     /// Frees what is over, at most `limit` records.
@@ -301,7 +317,7 @@ impl Store for MemoryStore {
         });
         if let (Claim::Won(_), Some(ttl)) = (&claim, request.abandoned_ttl) {
             let at = now.after(request.max_run).after(ttl);
-            data.due.push(Reverse((at, request.id)));
+            data.note(at, &request.id);
         }
         Ok(claim)
     }
@@ -454,3 +470,7 @@ impl fmt::Debug for MemoryStore {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, feature = "testing"))]
+#[path = "memory_tests.rs"]
+mod tests;

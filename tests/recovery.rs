@@ -1,0 +1,413 @@
+//! What was cut off is neither forgotten nor run too often, and what is left behind is settled.
+
+mod support;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    body::Body,
+    http::{Request, StatusCode},
+    response::{IntoResponse, Response},
+    routing::any,
+};
+use sqlx::{ConnectOptions, Connection, Executor};
+use support::{puppet::Puppet, *};
+use tokio::{runtime::Runtime, task::JoinHandle, task::JoinSet, time::timeout};
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_idempotency::{
+    IdempotencyLayer, InFlight, MemoryStore, Recovery, Retain, State, StoreFailure,
+    testing::{Fault, FaultyStore, Operation, Times},
+};
+
+const IN_FLIGHT: &str = "idempotency_in_flight";
+const UNKNOWN: &str = "idempotency_outcome_unknown";
+const REUSED: &str = "idempotency_key_reused";
+const UNAVAILABLE: &str = "idempotency_store_unavailable";
+const LEASE: Duration = Duration::from_secs(30);
+
+fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
+    IdempotencyLayer::new(store.clone())
+        .single_tenant()
+        .store_timeout(Duration::from_millis(200))
+}
+
+fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
+    let app = app.clone();
+    tokio::spawn(async move { send(&app, request).await })
+}
+
+async fn state(store: &TestStore, key: &str) -> Option<State> {
+    Some(record(store, key).await?.state)
+}
+
+async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
+    for _ in 0..2_000 {
+        if state(store, key).await == expected {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let found = state(store, key).await;
+    panic!("{key} is {found:?} and never {expected:?}");
+}
+
+/// A handler whose first run panics, and whose later ones answer as told.
+fn crashes_then(
+    answer: impl Fn() -> Response + Clone + Send + Sync + 'static,
+) -> (Router, Arc<AtomicUsize>) {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let count = runs.clone();
+    let handler = move || {
+        let (run, answer) = (count.fetch_add(1, Ordering::SeqCst) + 1, answer.clone());
+        async move {
+            assert!(run > 1, "as the test wants");
+            answer()
+        }
+    };
+    (Router::new().route("/charges", any(handler)), runs)
+}
+
+/// Changes the rows of the file behind the store's back.
+async fn tamper(world: &World, change: &'static str) {
+    let file = sqlx::sqlite::SqliteConnectOptions::new().filename(world.file().unwrap());
+    let mut connection = file.connect().await.unwrap();
+    connection.execute(change).await.unwrap();
+    connection.close().await.unwrap();
+}
+
+every_store! {
+    // F11, Y3: that a rerun was refused says nothing about the run before it.
+    async fn a_refused_rerun_leaves_the_first_run_unknown(world: World) {
+        let store = world.open().await;
+        let (router, runs) = crashes_then(|| StatusCode::TOO_MANY_REQUESTS.into_response());
+        let app = router
+            .route_layer(layer(&store).recovery(Recovery::rerun()))
+            .layer(CatchPanicLayer::new());
+        assert_eq!(send(&app, post("k", "A")).await.status, 500);
+        for run in 2..=3 {
+            assert_eq!(send(&app, post("k", "A")).await.status, 429);
+            assert_eq!(state(&store, "k").await, Some(State::Abandoned));
+            assert_eq!(send(&app, post("k", "B")).await.said(), (409, REUSED.to_owned()));
+            assert_eq!(runs.load(Ordering::SeqCst), run);
+        }
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
+        assert_eq!(runs.load(Ordering::SeqCst), 3);
+    }
+
+    // E2: a handler that says so knows about the earlier run too.
+    async fn a_rerun_whose_handler_says_release_frees_the_key(world: World) {
+        let store = world.open().await;
+        let (router, _) = crashes_then(|| (StatusCode::CONFLICT, Retain::Release, "").into_response());
+        let app = router
+            .route_layer(layer(&store).recovery(Recovery::rerun()))
+            .layer(CatchPanicLayer::new());
+        assert_eq!(send(&app, post("k", "A")).await.status, 500);
+        assert_eq!(send(&app, post("k", "A")).await.status, 409);
+        assert_eq!(state(&store, "k").await, None);
+    }
+
+    // Y3: a takeover for a caller that is gone runs, or it would use up an attempt for nothing.
+    async fn a_takeover_whose_caller_is_gone_runs_all_the_same(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router
+            .route_layer(layer(&store).recovery(Recovery::Rerun { max_attempts: 2 }))
+            .layer(CatchPanicLayer::new());
+        let first = spawn(&app, post("k", "A"));
+        puppet.next().await.panics("as the test wants");
+        assert_eq!(first.await.unwrap().status, 500);
+
+        store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
+        store.fail(Operation::Claim, Fault::DelayAfter(Duration::from_millis(100)), Times::Once);
+        let leaves = spawn(&app, post("k", "A"));
+        called(&store, Operation::Claim, 3).await;
+        leaves.abort();
+        puppet.next().await.answers(201, "done");
+        comes_to(&store, "k", Some(State::Completed)).await;
+        let retry = send(&app, post("k", "A")).await;
+        assert_eq!((retry.status.as_u16(), retry.replay), (201, true));
+        assert_eq!(puppet.begun(), 2);
+    }
+
+    // L2, L10: the process that runs it knows better than a lease that lapsed.
+    async fn a_run_of_this_process_is_in_flight_though_its_lease_lapsed(world: World) {
+        for recovery in [Recovery::Refuse, Recovery::rerun()] {
+            let store = world.open().await;
+            let (router, mut puppet) = Puppet::new();
+            let app = router.route_layer(layer(&store).recovery(recovery));
+            let key = format!("{}", recovery == Recovery::Refuse);
+            let first = spawn(&app, post(&key, "A"));
+            let run = puppet.next().await;
+            for fault in [None, Some(Fault::Before)] {
+                world.clock.advance(LEASE + Duration::from_secs(1));
+                if let Some(fault) = fault {
+                    store.fail(Operation::Renew, fault, Times::Always);
+                }
+                assert_eq!(send(&app, post(&key, "A")).await.said(), (409, IN_FLIGHT.to_owned()));
+                assert_eq!(send(&app, post(&key, "B")).await.said(), (409, REUSED.to_owned()));
+            }
+            run.answers(201, "done");
+            let first = first.await.unwrap();
+            send(&app, post(&key, "A")).await.assert_replays(&first);
+            assert_eq!(puppet.begun(), 1);
+        }
+    }
+
+    // Y2 stands: past `max_run` a run of this process is abandoned too.
+    async fn past_max_run_a_run_of_this_process_is_abandoned_all_the_same(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router.route_layer(layer(&store).max_run(Duration::from_secs(60)));
+        let _first = spawn(&app, post("k", "A"));
+        let _run = puppet.next().await;
+        world.clock.advance(Duration::from_secs(61));
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
+    }
+
+    // C3, drain: a claim of unknown fate is given back before the drain is over.
+    async fn drain_waits_until_claims_of_unknown_fate_are_given_back(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let layer = layer(&store);
+        let app = handler.behind(layer.clone());
+        store.fail(Operation::Claim, Fault::After, Times::Next(3));
+        store.fail(Operation::Release, Fault::Before, Times::Next(2));
+        assert_eq!(send(&app, post("k", "A")).await.said(), (503, UNAVAILABLE.to_owned()));
+        let drained = layer.drain(Duration::from_secs(5)).await;
+        assert_eq!((drained.aborted, drained.left), (0, 0));
+        assert_eq!((state(&store, "k").await, handler.effects()), (None, 0));
+    }
+
+    // L12: a run that ends with its runtime is abandoned as soon as another runtime serves.
+    async fn a_run_that_ended_with_its_runtime_is_abandoned_while_others_go_on(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router.route_layer(layer(&store));
+        let ended = Runtime::new().unwrap();
+        let request = post("k", "A");
+        let dies = app.clone();
+        ended.spawn(async move { send(&dies, request).await });
+        let _run = puppet.next().await;
+        tokio::task::spawn_blocking(move || drop(ended)).await.unwrap();
+
+        let other = spawn(&app, post("other", "A"));
+        let goes_on = puppet.next().await;
+        comes_to(&store, "k", Some(State::Abandoned)).await;
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
+        goes_on.answers(201, "done");
+        assert_eq!(other.await.unwrap().status, 201);
+    }
+
+    // C11: the end of a run is news for its waiters, however many other runs there are.
+    async fn waiters_get_the_replay_though_every_place_is_taken(world: World) {
+        const WAITERS: usize = 100;
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router.route_layer(
+            layer(&store)
+                .max_running(2)
+                .in_flight(InFlight::Wait(Duration::from_secs(20))),
+        );
+        let first = spawn(&app, post("k", "A"));
+        let run = puppet.next().await;
+        let mut waiters = JoinSet::new();
+        for _ in 0..WAITERS {
+            let app = app.clone();
+            waiters.spawn(async move { send(&app, post("k", "A")).await });
+        }
+        called(&store, Operation::Claim, 1 + 2 * WAITERS).await;
+        let _other = spawn(&app, post("other", "A"));
+        let holds_a_place = puppet.next().await;
+        run.answers(201, "done");
+        let first = first.await.unwrap();
+        for waited in waiters.join_all().await {
+            waited.assert_replays(&first);
+        }
+        drop(holds_a_place);
+    }
+
+    // C11: a wait that comes to nothing comes to nothing for all at once.
+    async fn waiters_on_another_process_hear_bad_news_together(world: World) {
+        const WAITERS: usize = 40;
+        let (first, store) = (world.open().await, world.open().await);
+        let (router, mut puppet) = Puppet::new();
+        let there = router
+            .clone()
+            .route_layer(layer(&first))
+            .layer(CatchPanicLayer::new());
+        let here = router.route_layer(layer(&store).in_flight(InFlight::Wait(LEASE)));
+        let _running = spawn(&there, post("k", "A"));
+        let run = puppet.next().await;
+        let mut waiters = JoinSet::new();
+        for _ in 0..WAITERS {
+            let here = here.clone();
+            waiters.spawn(async move { send(&here, post("k", "A")).await });
+        }
+        called(&store, Operation::Claim, 2 * WAITERS).await;
+        run.panics("as the test wants");
+        let told = timeout(Duration::from_secs(5), waiters.join_all()).await;
+        for told in told.expect("they leave one by one") {
+            assert_eq!(told.said(), (409, UNKNOWN.to_owned()));
+        }
+    }
+
+    // L12: what a handler holds may panic while it is dropped.
+    async fn a_handler_that_panics_while_it_is_aborted_is_abandoned(world: World) {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                assert!(std::thread::panicking(), "as the test wants");
+            }
+        }
+        let store = world.open().await;
+        let begun = Arc::new(tokio::sync::Notify::new());
+        let told = begun.clone();
+        let handler = move || {
+            let told = told.clone();
+            async move {
+                let _bomb = Bomb;
+                told.notify_one();
+                std::future::pending::<()>().await;
+            }
+        };
+        let layer = layer(&store);
+        let app = Router::new()
+            .route("/charges", any(handler))
+            .route_layer(layer.clone())
+            .layer(CatchPanicLayer::new());
+        let running = spawn(&app, post("k", "A"));
+        begun.notified().await;
+        let drained = layer.drain(Duration::ZERO).await;
+        assert_eq!((drained.aborted, drained.left), (1, 0));
+        assert_eq!(running.await.unwrap().status, 500);
+        assert_eq!(state(&store, "k").await, Some(State::Abandoned));
+    }
+}
+
+// C6: a record that cannot be read may be that of a finished run.
+#[tokio::test]
+async fn run_unprotected_does_not_run_where_a_record_cannot_be_read() {
+    let world = World::sqlite();
+    let store = world.open().await;
+    let handler = Handler::new();
+    let app = handler.behind(layer(&store).store_failure(StoreFailure::RunUnprotected));
+    assert_eq!(send(&app, post("k", "A")).await.status, 201);
+    tamper(&world, "UPDATE idempotency_records SET state = 9").await;
+    assert_eq!(
+        send(&app, post("k", "A")).await.said(),
+        (503, UNAVAILABLE.to_owned())
+    );
+    assert_eq!(handler.effects(), 1);
+}
+
+// C3: a record that cannot be read holds nothing else up, and no task survives its layer.
+#[tokio::test]
+async fn a_damaged_record_holds_no_other_key_up_and_keeps_nothing_alive() {
+    let world = World::sqlite();
+    let store = world.open().await;
+    let handler = Handler::new();
+    let app = handler.behind(layer(&store));
+    assert_eq!(send(&app, post("bad", "A")).await.status, 201);
+    tamper(&world, "UPDATE idempotency_records SET state = 9").await;
+    assert_eq!(send(&app, post("bad", "A")).await.status, 503);
+
+    store.fail(Operation::Claim, Fault::After, Times::Next(3));
+    assert_eq!(send(&app, post("k", "A")).await.status, 503);
+    comes_to(&store, "k", None).await;
+    assert_eq!(send(&app, post("k", "A")).await.status, 201);
+    // Nothing is sent for the bad one any more.
+    let releases = store.calls(Operation::Release);
+    assert_eq!(send(&app, post("bad", "A")).await.status, 503);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(store.calls(Operation::Release), releases);
+}
+
+// F5 of the store's contract: even what can never be given back ends with the last handle.
+#[tokio::test]
+async fn nothing_goes_on_when_the_last_handle_of_a_layer_is_gone() {
+    let store = FaultyStore::new(tower_idempotency::AnyStore::new(MemoryStore::new()));
+    let handler = Handler::new();
+    let app = handler.behind(layer(&store));
+    store.fail(Operation::Claim, Fault::After, Times::Next(3));
+    store.fail(Operation::Release, Fault::Before, Times::Always);
+    assert_eq!(send(&app, post("k", "A")).await.status, 503);
+    called(&store, Operation::Release, 2).await;
+    drop(app);
+    let tasks = tokio::runtime::Handle::current().metrics();
+    eventually("the tasks of the layer to end", || {
+        tasks.num_alive_tasks() == 0
+    })
+    .await;
+}
+
+// L2: a store that answers slowly is waited for.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_takes_nearly_half_a_lease_keeps_the_claim() {
+    let memory = MemoryStore::new();
+    let slow = FaultyStore::new(memory.clone());
+    slow.fail(
+        Operation::Renew,
+        Fault::DelayBefore(Duration::from_millis(400)),
+        Times::Always,
+    );
+    let (router, mut puppet) = Puppet::new();
+    let here = router.clone().route_layer(
+        IdempotencyLayer::new(slow)
+            .single_tenant()
+            .lease(Duration::from_secs(1)),
+    );
+    let other = router.route_layer(
+        IdempotencyLayer::new(memory.instance())
+            .single_tenant()
+            .recovery(Recovery::rerun()),
+    );
+    let first = spawn(&here, post("k", "A"));
+    let run = puppet.next().await;
+    for _ in 0..60 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(
+            send(&other, post("k", "A")).await.said(),
+            (409, IN_FLIGHT.to_owned())
+        );
+    }
+    run.answers(201, "done");
+    assert_eq!(
+        (first.await.unwrap().status.as_u16(), puppet.begun()),
+        (201, 1)
+    );
+}
+
+// L10: of renewals that never come back, one costs nothing.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_hangs_leaves_time_for_the_next() {
+    let memory = MemoryStore::new();
+    let hangs = FaultyStore::new(memory.clone());
+    let (router, mut puppet) = Puppet::new();
+    let here = router.clone().route_layer(
+        IdempotencyLayer::new(hangs.clone())
+            .single_tenant()
+            .lease(Duration::from_secs(3)),
+    );
+    let other = router.route_layer(IdempotencyLayer::new(memory.instance()).single_tenant());
+    let first = spawn(&here, post("k", "A"));
+    let run = puppet.next().await;
+    for round in 0..100 {
+        if round % 40 == 0 {
+            hangs.fail(Operation::Renew, Fault::HangBefore, Times::Once);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(
+            send(&other, post("k", "A")).await.said(),
+            (409, IN_FLIGHT.to_owned())
+        );
+    }
+    run.answers(201, "done");
+    assert_eq!(first.await.unwrap().status, 201);
+}
