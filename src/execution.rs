@@ -4,7 +4,7 @@
 use std::{
     future::{Future, poll_fn},
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    pin::pin,
+    pin::{Pin, pin},
     sync::Arc,
     task::Poll,
 };
@@ -86,9 +86,12 @@ enum Watched<T> {
 }
 
 /// Polls the future until it ends, panics, or the run is told to stop. By then it is dropped: it
-/// has ended before anything is said about it.
-async fn watched<S, F: Future>(engine: &Engine<S>, future: F) -> Watched<F::Output> {
-    let mut future = pin!(Some(future));
+/// has ended before anything is said about it. (Pinned by the caller, since these are too large to
+/// be moved about.)
+async fn watched<S, F: Future>(
+    engine: &Engine<S>,
+    mut future: Pin<&mut Option<F>>,
+) -> Watched<F::Output> {
     let mut aborted = pin!(engine.live.aborted());
     let ended = poll_fn(|cx| {
         let Some(running) = future.as_mut().as_pin_mut() else {
@@ -193,7 +196,8 @@ where
     if !inner.ready {
         // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
         // nothing has begun by then.
-        let unready = match watched(&engine, inner.make_ready()).await {
+        let getting_ready = pin!(Some(inner.make_ready()));
+        let unready = match watched(&engine, getting_ready).await {
             Watched::Done(Ok(())) => None,
             Watched::Done(Err(error)) => Some(Watched::Done(error)),
             Watched::Panicked(panic) => Some(Watched::Panicked(panic)),
@@ -214,7 +218,8 @@ where
 
     let mut hold = hold;
     hold.outcome = Outcome::Abandoned;
-    let ended = watched(&engine, answer(&engine, inner, request, &undo)).await;
+    let answer = pin!(Some(answer(&engine, inner, request, &undo)));
+    let ended = watched(&engine, answer).await;
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
             settle(hold, outcome).await;

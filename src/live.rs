@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, VecDeque},
+    hash::{BuildHasherDefault, Hasher},
     pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -36,7 +37,7 @@ pub(crate) struct Live {
     /// Tells every run to stop where it is.
     abort: Notify,
     aborted: AtomicBool,
-    attempts: Mutex<HashMap<Token, Arc<Attempt>>>,
+    attempts: Mutex<HashMap<Token, Arc<Attempt>, BuildHasherDefault<AsIs>>>,
     pub(crate) waiting: Waiting,
     orphans: Mutex<VecDeque<(Ticket, Outcome)>>,
     /// Orphans not settled yet, the one at hand included.
@@ -47,6 +48,26 @@ pub(crate) struct Live {
     /// watches it, and ends when the last handle is gone.
     leases: watch::Sender<(Duration, Duration)>,
     pub(crate) warned_of_scope: AtomicBool,
+}
+
+/// Tokens are random: they need no hashing.
+#[derive(Default)]
+struct AsIs(u64);
+
+impl Hasher for AsIs {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = number;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 /// How many places are taken: by claims that are being made, and by runs.

@@ -13,12 +13,14 @@ pub const MAX_SCOPE_LEN: usize = 255;
 ///
 /// Any bytes, at most 255. `Debug` shows the length only.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct Scope(Arc<[u8]>);
+pub struct Scope(Option<Arc<[u8]>>);
 
 impl Scope {
     /// A scope made of exactly these bytes.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
-        Self(Arc::from(bytes.as_ref()))
+        let bytes = bytes.as_ref();
+        // One spelling for the empty scope, and the one that costs nothing.
+        Self((!bytes.is_empty()).then(|| Arc::from(bytes)))
     }
 
     /// The one namespace everybody shares where no scope is configured.
@@ -28,12 +30,12 @@ impl Scope {
 
     /// The bytes.
     pub fn as_bytes(&self) -> &[u8] {
-        &self.0
+        self.0.as_deref().unwrap_or_default()
     }
 }
 
 impl fmt::Debug for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Scope({} bytes)", self.0.len())
+        write!(f, "Scope({} bytes)", self.as_bytes().len())
     }
 }

@@ -23,7 +23,8 @@ use crate::{
     extract::Idempotency,
     maintenance::Pause,
     observe::{self, Operation},
-    record::{Fingerprint, Record, RecordId},
+    options::Options,
+    record::{Fingerprint, Mode, Record, RecordId, Token},
     recovery::{InFlight, StoreFailure},
     response_future::ResponseFuture,
     retained::RetainedResponse,
@@ -272,21 +273,20 @@ async fn claim<S: Store + Checkpoints>(
         .admit(options.max_running, options.store_timeout)
         .await
         .ok_or(Rejection::Overloaded)?;
-    let mut request = ClaimRequest::new(asked.id.clone(), options.fingerprint.name(), fingerprint);
-    request.lease = options.lease;
-    request.max_run = options.max_run;
-    request.abandoned_ttl = options.abandoned_ttl;
-    request.request_id = options.request_id(asked.head).map(Arc::from);
-    let mut undo = Outcome::Released;
+    let mut bid = Bid {
+        token: Token::random(),
+        replaces: None,
+        undo: Outcome::Released,
+    };
 
     for _ in 0..MAX_TAKEOVERS {
-        let held = match send_claim(engine, &request, &undo, attempt).await? {
+        let held = match send_claim(engine, asked, fingerprint, &bid, attempt).await? {
             None => return Ok(Claiming::Decided(Decision::Unprotected)),
             Some(Claim::Won(ticket)) => {
                 return Ok(Claiming::Decided(Decision::Run(Claimed {
                     ticket,
                     permit,
-                    undo,
+                    undo: bid.undo,
                 })));
             }
             Some(Claim::Completed(record)) => {
@@ -316,8 +316,8 @@ async fn claim<S: Store + Checkpoints>(
         }
         // Taking over is a claim that names what it replaces: if somebody else was faster, this
         // one meets a live claim. Undone, it must not look as if the earlier run never was.
-        request.replaces = Some(held.token);
-        undo = if held.released {
+        bid.replaces = Some(held.token);
+        bid.undo = if held.released {
             Outcome::Released
         } else {
             Outcome::Abandoned
@@ -328,11 +328,42 @@ async fn claim<S: Store + Checkpoints>(
     })
 }
 
+/// What a request claims with.
+struct Bid {
+    token: Token,
+    replaces: Option<Token>,
+    /// What the record becomes when nothing is begun after all.
+    undo: Outcome,
+}
+
+impl Bid {
+    fn request(
+        &self,
+        options: &Options,
+        asked: &Asked<'_>,
+        fingerprint: Fingerprint,
+    ) -> ClaimRequest {
+        ClaimRequest {
+            id: asked.id.clone(),
+            scheme: options.fingerprint.name(),
+            fingerprint,
+            request_id: options.request_id(asked.head).map(Arc::from),
+            mode: Mode::Plain,
+            token: self.token,
+            replaces: self.replaces,
+            lease: options.lease,
+            max_run: options.max_run,
+            abandoned_ttl: options.abandoned_ttl,
+        }
+    }
+}
+
 /// Sends one claim, again where its fate is unknown. `None` means: run unprotected.
 async fn send_claim<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
-    request: &ClaimRequest,
-    undo: &Outcome,
+    asked: &Asked<'_>,
+    fingerprint: Fingerprint,
+    bid: &Bid,
     attempt: &Attempt,
 ) -> Result<Option<Claim>, Rejection> {
     // From here on a claim may stand: if the caller leaves now, this goes on without it.
@@ -341,7 +372,8 @@ async fn send_claim<S: Store + Checkpoints>(
     let mut failed = StoreErrorKind::Unavailable;
     let sent = within(engine.options.store_timeout, async {
         for resend in 0.. {
-            match engine.store.claim(request.clone()).await {
+            let request = bid.request(&engine.options, asked, fingerprint);
+            match engine.store.claim(request).await {
                 Ok(claim) => return Some(claim),
                 Err(error) => {
                     observe::store_failed(Operation::Claim, Some(&error));
@@ -366,7 +398,8 @@ async fn send_claim<S: Store + Checkpoints>(
         failed = StoreErrorKind::Unavailable;
     }
     if failed == StoreErrorKind::Unavailable {
-        engine.leave_behind(request.ticket(0), undo.clone());
+        let ticket = bid.request(&engine.options, asked, fingerprint).ticket(0);
+        engine.leave_behind(ticket, bid.undo.clone());
     }
     attempt.set_must_finish(false);
     // A record that is there and cannot be read may be that of a finished run.
