@@ -20,7 +20,7 @@ type BoxError = Box<dyn Error + Send + Sync>;
 /// A request's body, read to its end.
 pub(crate) struct Buffered {
     pub(crate) data: Bytes,
-    pub(crate) trailers: Option<HeaderMap>,
+    pub(crate) trailers: Option<Box<HeaderMap>>,
 }
 
 /// Reads a request's body to its end, at most `limit` bytes, counted as they come.
@@ -139,7 +139,7 @@ struct Gathered {
     frames: usize,
     first: Bytes,
     more: BytesMut,
-    trailers: Option<HeaderMap>,
+    trailers: Option<Box<HeaderMap>>,
 }
 
 impl Gathered {
@@ -158,7 +158,7 @@ impl Gathered {
             }
             Err(frame) => {
                 if let Ok(trailers) = frame.into_trailers() {
-                    self.trailers = Some(trailers);
+                    self.trailers = Some(Box::new(trailers));
                 }
             }
         }
@@ -172,7 +172,7 @@ impl Gathered {
         }
     }
 
-    fn finish(self) -> (Bytes, Option<HeaderMap>) {
+    fn finish(self) -> (Bytes, Option<Box<HeaderMap>>) {
         let data = if self.more.is_empty() {
             self.first
         } else {
@@ -187,7 +187,7 @@ struct Rebuilt {
     data: Option<Bytes>,
     rest: Option<Body>,
     error: Option<axum::Error>,
-    trailers: Option<HeaderMap>,
+    trailers: Option<Box<HeaderMap>>,
 }
 
 impl HttpBody for Rebuilt {
@@ -214,7 +214,7 @@ impl HttpBody for Rebuilt {
         Poll::Ready(
             self.trailers
                 .take()
-                .map(|trailers| Ok(Frame::trailers(trailers))),
+                .map(|trailers| Ok(Frame::trailers(*trailers))),
         )
     }
 

@@ -9,16 +9,43 @@ use std::{
     time::Duration,
 };
 
+use pin_project_lite::pin_project;
+use tokio::time::{Sleep, sleep};
+
 /// As good as for ever: a longer time would overflow when it is added to an instant.
 pub(crate) const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// The output, or `None` once `limit` is over. A future that is ready at once costs no timer.
-pub(crate) async fn within<F: Future>(limit: Duration, future: F) -> Option<F::Output> {
-    let mut future = pin!(future);
-    let first = poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await;
-    match first {
-        Poll::Ready(output) => Some(output),
-        Poll::Pending => tokio::time::timeout(limit, future).await.ok(),
+pub(crate) fn within<F: Future>(limit: Duration, future: F) -> Within<F> {
+    Within {
+        future,
+        limit,
+        over: None,
+    }
+}
+
+pin_project! {
+    /// See [`within`]. Written out, and its timer in a box, because an `async fn` would hold the
+    /// future twice, and large futures are slow to allocate.
+    pub(crate) struct Within<F> {
+        #[pin]
+        future: F,
+        limit: Duration,
+        over: Option<Pin<Box<Sleep>>>,
+    }
+}
+
+impl<F: Future> Future for Within<F> {
+    type Output = Option<F::Output>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        if let Poll::Ready(output) = this.future.poll(cx) {
+            return Poll::Ready(Some(output));
+        }
+        let limit = *this.limit;
+        let over = this.over.get_or_insert_with(|| Box::pin(sleep(limit)));
+        over.as_mut().poll(cx).map(|()| None)
     }
 }
 

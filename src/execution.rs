@@ -11,13 +11,13 @@ use std::{
 
 use axum::body::Body;
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, header, response::Parts};
+use http::{Request, Response, StatusCode, header, request, response::Parts};
 use tower_service::Service;
 
 use crate::{
     IdempotencyStatus, Rejection, Retain, Streamed,
     attempt::Attempt,
-    body::{Captured, capture_response},
+    body::{Buffered, Captured, capture_response},
     bounded::{First, Panic, first, poll_caught, within},
     engine::Engine,
     extract::{GiveUp, Idempotency},
@@ -63,10 +63,11 @@ impl<I: Clone> Inner<I> {
         Ok(())
     }
 
-    /// Calls the readied service.
+    /// Calls the readied service with a request put together again.
     pub(crate) async fn call<RB>(
         mut self,
-        request: Request<Body>,
+        head: Box<request::Parts>,
+        body: Buffered,
     ) -> Result<Response<Body>, I::Error>
     where
         I: Service<Request<Body>, Response = Response<RB>>,
@@ -74,7 +75,11 @@ impl<I: Clone> Inner<I> {
         RB::Error: Into<axum::BoxError>,
     {
         debug_assert!(self.ready, "a service is called only once it is ready");
-        Ok(self.service.call(request).await?.map(Body::new))
+        let running = {
+            let request = Request::from_parts(*head, body.into_body());
+            self.service.call(request)
+        };
+        Ok(running.await?.map(Body::new))
     }
 }
 
@@ -129,6 +134,24 @@ impl Outcome {
     }
 }
 
+/// What becomes of a record when nothing is begun under its claim after all.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Undo {
+    /// The key is free again.
+    Release,
+    /// An earlier run was cut off, so it is as unknown as before.
+    Abandon,
+}
+
+impl From<Undo> for Outcome {
+    fn from(undo: Undo) -> Self {
+        match undo {
+            Undo::Release => Self::Released,
+            Undo::Abandon => Self::Abandoned,
+        }
+    }
+}
+
 /// What a run holds until its outcome is recorded: its place, and its claim under the heartbeat.
 /// Dropped before that, because its runtime ends, it leaves the claim to the background.
 struct Hold<S: Store> {
@@ -155,14 +178,15 @@ pub(crate) struct Claimed {
     pub(crate) ticket: Ticket,
     pub(crate) permit: Permit,
     /// What the record becomes when nothing is begun after all.
-    pub(crate) undo: Outcome,
+    pub(crate) undo: Undo,
 }
 
 /// Runs under a won claim.
 pub(crate) async fn run<I, RB, S>(
     engine: Arc<Engine<S>>,
     mut inner: Inner<I>,
-    mut request: Request<Body>,
+    mut head: Box<request::Parts>,
+    body: Buffered,
     attempt: Arc<Attempt>,
     claimed: Claimed,
 ) -> Result<Response<Body>, I::Error>
@@ -182,15 +206,15 @@ where
     let hold = Hold {
         engine: engine.clone(),
         ticket: ticket.clone(),
-        outcome: undo.clone(),
+        outcome: undo.into(),
         settled: false,
         _permit: permit,
         _registered: engine.live.register(&attempt, ticket.token),
     };
-    if attempt.is_gone() && matches!(undo, Outcome::Released) {
+    if attempt.is_gone() && undo == Undo::Release {
         // The caller left before its claim was won, so nothing is begun for it. (A rerun is begun
         // all the same: given back, it would use an attempt up without having run.)
-        settle(hold, undo).await;
+        settle(hold, undo.into()).await;
         return Ok(Response::new(Body::empty()));
     }
     if !inner.ready {
@@ -204,7 +228,7 @@ where
             Watched::Aborted => Some(Watched::Aborted),
         };
         if let Some(unready) = unready {
-            settle(hold, undo).await;
+            settle(hold, undo.into()).await;
             return match unready {
                 Watched::Done(error) => Err(error),
                 Watched::Panicked(panic) => resume_unwind(panic),
@@ -212,13 +236,12 @@ where
             };
         }
     }
-    request
-        .extensions_mut()
+    head.extensions
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
 
     let mut hold = hold;
     hold.outcome = Outcome::Abandoned;
-    let answer = pin!(Some(answer(&engine, inner, request, &undo)));
+    let answer = pin!(Some(answer(&engine, inner, head, body, undo)));
     let ended = watched(&engine, answer).await;
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
@@ -259,8 +282,9 @@ where
 async fn answer<I, RB, S>(
     engine: &Engine<S>,
     inner: Inner<I>,
-    request: Request<Body>,
-    undo: &Outcome,
+    head: Box<request::Parts>,
+    body: Buffered,
+    undo: Undo,
 ) -> Result<(Parts, Body, Outcome), I::Error>
 where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
@@ -268,7 +292,7 @@ where
     RB::Error: Into<axum::BoxError>,
 {
     let options = &engine.options;
-    let (mut parts, body) = inner.call(request).await?.into_parts();
+    let (mut parts, body) = inner.call(head, body).await?.into_parts();
     parts.headers.remove(&options.replay_header);
 
     if parts.extensions.get::<GiveUp>().is_some() {
@@ -279,7 +303,7 @@ where
     let tombstone = Outcome::Completed(Completion::tombstone(parts.status));
     match retain {
         // A rule by status knows nothing of an earlier run that was cut off; a handler may.
-        Retain::Release if said.is_none() => Ok((parts, body, undo.clone())),
+        Retain::Release if said.is_none() => Ok((parts, body, undo.into())),
         Retain::Release => Ok((parts, body, Outcome::Released)),
         Retain::Keep if !is_stream(&parts) => {
             let (limit, patience) = (options.response_body_limit, options.buffer_timeout);

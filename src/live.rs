@@ -110,6 +110,11 @@ impl Live {
         if let Some(permit) = self.try_admit(limit)? {
             return Some(permit);
         }
+        // In a box, so that those who need not wait do not carry its weight.
+        Box::pin(self.wait_for_place(limit, patience)).await
+    }
+
+    async fn wait_for_place(self: &Arc<Self>, limit: usize, patience: Duration) -> Option<Permit> {
         let _hope = Hope::new(self);
         let waited = async {
             loop {

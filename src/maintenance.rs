@@ -223,7 +223,8 @@ impl Default for Pause {
 
 impl Pause {
     pub(crate) async fn wait(&mut self) {
-        tokio::time::sleep(jittered(self.0)).await;
+        // In a box, since few futures that may pause ever do.
+        Box::pin(tokio::time::sleep(jittered(self.0))).await;
         self.0 = (self.0 * 2).min(Duration::from_secs(1));
     }
 }

@@ -16,10 +16,10 @@ use tower_service::Service;
 use crate::{
     IdempotencyKey, IdempotencyStatus, Rejection,
     attempt::Attempt,
-    body::read_request,
+    body::{Buffered, read_request},
     bounded::{FOREVER, within},
     engine::Engine,
-    execution::{self, Claimed, Inner, Outcome},
+    execution::{self, Claimed, Inner, Undo},
     extract::Idempotency,
     maintenance::Pause,
     observe::{self, Operation},
@@ -105,10 +105,10 @@ where
         // ready holds is then given back.
         let clone = self.inner.clone();
         let readied = mem::replace(&mut self.inner, clone);
+        let (head, body) = request.into_parts();
         let key = match key {
             Ok(key) => key,
             Err(rejection) => {
-                let (head, _) = request.into_parts();
                 return ResponseFuture::refused(options.refuse(Some(&head), &rejection));
             }
         };
@@ -116,7 +116,8 @@ where
         let run = keyed(
             self.engine.clone(),
             Inner::readied(readied),
-            request,
+            Box::new(head),
+            body,
             key,
             attempt.clone(),
         );
@@ -124,11 +125,13 @@ where
     }
 }
 
-/// A keyed request, from its head to its answer.
+/// A keyed request, from its head to its answer. The head travels in a box: it is large, this future
+/// and those in it would each have a place for it, and large futures are slow to allocate.
 async fn keyed<I, RB, B, S>(
     engine: Arc<Engine<S>>,
     mut inner: Inner<I>,
-    request: Request<B>,
+    head: Box<Parts>,
+    body: B,
     key: IdempotencyKey,
     attempt: Arc<Attempt>,
 ) -> Result<Response<Body>, I::Error>
@@ -141,8 +144,6 @@ where
     S: Store + Checkpoints,
 {
     let options = &engine.options;
-    let (head, body) = request.into_parts();
-
     let scope = match engine.scope(&head) {
         Ok(scope) => scope,
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
@@ -151,8 +152,13 @@ where
         Ok(body) => body,
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
+    let fingerprint = match options.fingerprint.fingerprint(&head, &body.data) {
+        Ok(fingerprint) => fingerprint,
+        Err(why) => return Ok(options.refuse(Some(&head), &Rejection::BodyInvalid(why))),
+    };
     let asked = Asked {
         id: RecordId::new(scope, key),
+        fingerprint,
         head: &head,
         body: &body.data,
     };
@@ -162,20 +168,43 @@ where
         Ok(Decision::Run(claimed)) => claimed,
         Ok(Decision::Replay(record)) => return Ok(engine.replay(&head, record)),
         Ok(Decision::Unprotected) => {
-            inner.make_ready().await?;
-            let request = Request::from_parts(head, body.into_body());
-            let response = inner.call(request).await?;
-            return Ok(unprotected(response, &options.replay_header));
+            return Box::pin(run_unprotected(engine, inner, head, body)).await;
         }
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
-    let request = Request::from_parts(head, body.into_body());
-    execution::run(engine, inner, request, attempt, claimed).await
+    Box::pin(execution::run(engine, inner, head, body, attempt, claimed)).await
+}
+
+/// Runs without a claim, and says so.
+async fn run_unprotected<I, RB, S>(
+    engine: Arc<Engine<S>>,
+    mut inner: Inner<I>,
+    head: Box<Parts>,
+    body: Buffered,
+) -> Result<Response<Body>, I::Error>
+where
+    I: Service<Request<Body>, Response = Response<RB>> + Clone,
+    RB: http_body::Body<Data = Bytes> + Send + 'static,
+    RB::Error: Into<axum::BoxError>,
+{
+    inner.make_ready().await?;
+    let mut response = inner.call(head, body).await?;
+    observe::decided(IdempotencyStatus::Unprotected, None);
+    response.headers_mut().remove(&engine.options.replay_header);
+    response.headers_mut().insert(
+        HeaderName::from_static("idempotency-status"),
+        HeaderValue::from_static("unprotected"),
+    );
+    response
+        .extensions_mut()
+        .insert(IdempotencyStatus::Unprotected);
+    Ok(response)
 }
 
 /// What a keyed request asks for.
 struct Asked<'a> {
     id: RecordId,
+    fingerprint: Fingerprint,
     head: &'a Parts,
     body: &'a Bytes,
 }
@@ -187,27 +216,22 @@ enum Decision {
     Unprotected,
 }
 
-/// Fingerprints, claims, and compares.
+/// Claims, and waits where that is wanted.
 async fn decide<I: Clone, S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     inner: &mut Inner<I>,
     asked: &Asked<'_>,
     attempt: &Attempt,
 ) -> Result<Decision, Rejection> {
-    let options = &engine.options;
-    let fingerprint = options
-        .fingerprint
-        .fingerprint(asked.head, asked.body)
-        .map_err(Rejection::BodyInvalid)?;
     engine.maintain();
 
-    match claim(engine, asked, fingerprint, attempt).await? {
+    match claim(engine, asked, attempt).await? {
         Claiming::Decided(decision) => Ok(decision),
-        Claiming::InFlight(held) => match options.in_flight {
+        Claiming::InFlight(held) => match engine.options.in_flight {
             InFlight::Wait(bound) if !attempt.is_gone() => {
                 inner.give_back();
                 // In a box, so that the requests that need not wait do not carry its weight.
-                Box::pin(wait(engine, asked, fingerprint, attempt, held, bound)).await
+                Box::pin(wait(engine, asked, attempt, held, bound)).await
             }
             _ => Err(in_flight(held)),
         },
@@ -218,7 +242,6 @@ async fn decide<I: Clone, S: Store + Checkpoints>(
 async fn wait<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
-    fingerprint: Fingerprint,
     attempt: &Attempt,
     held: Held,
     bound: Duration,
@@ -233,7 +256,7 @@ async fn wait<S: Store + Checkpoints>(
     };
     loop {
         let news = waiter.listen();
-        match claim(engine, asked, fingerprint, attempt).await {
+        match claim(engine, asked, attempt).await {
             Ok(Claiming::Decided(decision)) => {
                 waiter.tell();
                 return Ok(decision);
@@ -264,7 +287,6 @@ enum Claiming {
 async fn claim<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
-    fingerprint: Fingerprint,
     attempt: &Attempt,
 ) -> Result<Claiming, Rejection> {
     let options = &engine.options;
@@ -276,11 +298,11 @@ async fn claim<S: Store + Checkpoints>(
     let mut bid = Bid {
         token: Token::random(),
         replaces: None,
-        undo: Outcome::Released,
+        undo: Undo::Release,
     };
 
     for _ in 0..MAX_TAKEOVERS {
-        let held = match send_claim(engine, asked, fingerprint, &bid, attempt).await? {
+        let held = match send_claim(engine, asked, &bid, attempt).await? {
             None => return Ok(Claiming::Decided(Decision::Unprotected)),
             Some(Claim::Won(ticket)) => {
                 return Ok(Claiming::Decided(Decision::Run(Claimed {
@@ -290,7 +312,7 @@ async fn claim<S: Store + Checkpoints>(
                 })));
             }
             Some(Claim::Completed(record)) => {
-                let same = engine.same(asked, fingerprint, &record.scheme, &record.fingerprint);
+                let same = engine.same(asked, &record.scheme, &record.fingerprint);
                 return if same {
                     Ok(Claiming::Decided(Decision::Replay(record)))
                 } else {
@@ -300,13 +322,13 @@ async fn claim<S: Store + Checkpoints>(
                 };
             }
             Some(Claim::InFlight(held)) => {
-                engine.same_as_held(asked, fingerprint, &held)?;
+                engine.same_as_held(asked, &held)?;
                 return Ok(Claiming::InFlight(held));
             }
             Some(Claim::Abandoned(held)) => held,
         };
-        engine.same_as_held(asked, fingerprint, &held)?;
-        if engine.runs_here(&held).await {
+        engine.same_as_held(asked, &held)?;
+        if Box::pin(engine.runs_here(&held)).await {
             return Ok(Claiming::InFlight(held));
         }
         if !held.released && !options.recovery.allows_after(held.attempt) {
@@ -318,9 +340,9 @@ async fn claim<S: Store + Checkpoints>(
         // one meets a live claim. Undone, it must not look as if the earlier run never was.
         bid.replaces = Some(held.token);
         bid.undo = if held.released {
-            Outcome::Released
+            Undo::Release
         } else {
-            Outcome::Abandoned
+            Undo::Abandon
         };
     }
     Err(Rejection::InFlight {
@@ -333,20 +355,15 @@ struct Bid {
     token: Token,
     replaces: Option<Token>,
     /// What the record becomes when nothing is begun after all.
-    undo: Outcome,
+    undo: Undo,
 }
 
 impl Bid {
-    fn request(
-        &self,
-        options: &Options,
-        asked: &Asked<'_>,
-        fingerprint: Fingerprint,
-    ) -> ClaimRequest {
+    fn request(&self, options: &Options, asked: &Asked<'_>) -> ClaimRequest {
         ClaimRequest {
             id: asked.id.clone(),
             scheme: options.fingerprint.name(),
-            fingerprint,
+            fingerprint: asked.fingerprint,
             request_id: options.request_id(asked.head).map(Arc::from),
             mode: Mode::Plain,
             token: self.token,
@@ -362,7 +379,6 @@ impl Bid {
 async fn send_claim<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
-    fingerprint: Fingerprint,
     bid: &Bid,
     attempt: &Attempt,
 ) -> Result<Option<Claim>, Rejection> {
@@ -372,7 +388,7 @@ async fn send_claim<S: Store + Checkpoints>(
     let mut failed = StoreErrorKind::Unavailable;
     let sent = within(engine.options.store_timeout, async {
         for resend in 0.. {
-            let request = bid.request(&engine.options, asked, fingerprint);
+            let request = bid.request(&engine.options, asked);
             match engine.store.claim(request).await {
                 Ok(claim) => return Some(claim),
                 Err(error) => {
@@ -398,8 +414,8 @@ async fn send_claim<S: Store + Checkpoints>(
         failed = StoreErrorKind::Unavailable;
     }
     if failed == StoreErrorKind::Unavailable {
-        let ticket = bid.request(&engine.options, asked, fingerprint).ticket(0);
-        engine.leave_behind(ticket, bid.undo.clone());
+        let ticket = bid.request(&engine.options, asked).ticket(0);
+        engine.leave_behind(ticket, bid.undo.into());
     }
     attempt.set_must_finish(false);
     // A record that is there and cannot be read may be that of a finished run.
@@ -428,15 +444,9 @@ impl<S: Store + Checkpoints> Engine<S> {
     }
 
     /// Whether what is asked for is what the record was made for, under the record's own scheme.
-    fn same(
-        &self,
-        asked: &Asked<'_>,
-        fingerprint: Fingerprint,
-        scheme: &str,
-        recorded: &Fingerprint,
-    ) -> bool {
+    fn same(&self, asked: &Asked<'_>, scheme: &str, recorded: &Fingerprint) -> bool {
         if self.options.fingerprint.name() == scheme {
-            return fingerprint == *recorded;
+            return asked.fingerprint == *recorded;
         }
         let older = self.options.also_accept.iter();
         older
@@ -453,13 +463,8 @@ impl<S: Store + Checkpoints> Engine<S> {
         !matches!(self.renew(&ticket).await, Ok(Settled::Lost))
     }
 
-    fn same_as_held(
-        &self,
-        asked: &Asked<'_>,
-        fingerprint: Fingerprint,
-        held: &Held,
-    ) -> Result<(), Rejection> {
-        if self.same(asked, fingerprint, &held.scheme, &held.fingerprint) {
+    fn same_as_held(&self, asked: &Asked<'_>, held: &Held) -> Result<(), Rejection> {
+        if self.same(asked, &held.scheme, &held.fingerprint) {
             return Ok(());
         }
         Err(Rejection::KeyReused {
@@ -502,18 +507,4 @@ fn in_flight(held: Held) -> Rejection {
     Rejection::InFlight {
         original_request_id: held.request_id,
     }
-}
-
-/// Marks the answer of a run that was not protected.
-fn unprotected(mut response: Response<Body>, replay_header: &HeaderName) -> Response<Body> {
-    observe::decided(IdempotencyStatus::Unprotected, None);
-    response.headers_mut().remove(replay_header);
-    response.headers_mut().insert(
-        HeaderName::from_static("idempotency-status"),
-        HeaderValue::from_static("unprotected"),
-    );
-    response
-        .extensions_mut()
-        .insert(IdempotencyStatus::Unprotected);
-    response
 }
