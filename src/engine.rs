@@ -8,7 +8,7 @@ use crate::{
     attempt::Keeper,
     bounded::within,
     execution::Outcome,
-    live::Live,
+    live::{Live, Orphan},
     maintenance::{self, Mark},
     observe::{self, Operation},
     options::Options,
@@ -42,26 +42,30 @@ impl<S: Store> Engine<S> {
             let live = Arc::downgrade(&self.live);
             let leases = self.live.leases();
             runtime.spawn(maintenance::maintain(store, options, live, leases, mark));
-            // What was left behind when that runtime ended.
-            self.settle_orphans();
         }
+        // What was left behind when another runtime ended.
+        self.settle_orphans();
     }
 
     /// Leaves a claim to the background that no request will settle any more: one of unknown fate,
     /// or one whose run ended with its runtime.
     pub(crate) fn leave_behind(&self, ticket: Ticket, outcome: Outcome) {
-        self.live.leave_behind(ticket, outcome);
+        self.live.leave_behind(Orphan {
+            ticket,
+            outcome,
+            options: self.options.clone(),
+        });
         self.settle_orphans();
     }
 
-    fn settle_orphans(&self) {
+    /// Starts to settle what was left behind, if there is any and nobody is at it.
+    pub(crate) fn settle_orphans(&self) {
         if self.live.has_orphans()
             && let Ok(runtime) = Handle::try_current()
             && let Some(mark) = Mark::set(&self.live.undoing)
         {
-            let (store, options) = (self.store.clone(), self.options.clone());
-            let live = self.live.clone();
-            runtime.spawn(maintenance::settle_orphans(store, options, live, mark));
+            let (store, live) = (self.store.clone(), self.live.clone());
+            runtime.spawn(maintenance::settle_orphans(store, live, mark));
         }
     }
 

@@ -217,6 +217,11 @@ where
         settle(hold, undo.into()).await;
         return Ok(Response::new(Body::empty()));
     }
+    if engine.live.is_aborted() {
+        // Told to stop before it began.
+        settle(hold, undo.into()).await;
+        return Ok(engine.options.refuse(None, &Rejection::Overloaded));
+    }
     if !inner.ready {
         // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
         // nothing has begun by then.

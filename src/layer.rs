@@ -108,6 +108,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub async fn drain(&self, grace: Duration) -> Drained {
         self.live.stop_admitting();
+        Engine::new(self.store.clone(), self.options.clone(), self.live.clone()).settle_orphans();
         if within(grace, self.live.idle()).await.is_some() {
             return Drained {
                 aborted: 0,

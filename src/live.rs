@@ -17,6 +17,7 @@ use crate::{
     attempt::Attempt,
     bounded::{FOREVER, within},
     execution::Outcome,
+    options::Options,
     record::Token,
     store::Ticket,
     waiting::Waiting,
@@ -26,10 +27,12 @@ use crate::{
 /// until their `max_run`.
 const MAX_ORPHANS: usize = 100_000;
 
+/// How many requests more than there are places may wait for one.
+const MAX_HOPING: usize = 4_096;
+
 /// Shared by all clones of a layer.
 pub(crate) struct Live {
     places: Mutex<Places>,
-    draining: AtomicBool,
     /// Wakes `drain` when nothing is going on any more.
     idle: Notify,
     /// Wakes those who wait for a place.
@@ -39,7 +42,7 @@ pub(crate) struct Live {
     aborted: AtomicBool,
     attempts: Mutex<HashMap<Token, Arc<Attempt>, BuildHasherDefault<AsIs>>>,
     pub(crate) waiting: Waiting,
-    orphans: Mutex<VecDeque<(Ticket, Outcome)>>,
+    orphans: Mutex<VecDeque<Orphan>>,
     /// Orphans not settled yet, the one at hand included.
     orphaned: AtomicUsize,
     pub(crate) undoing: Arc<AtomicBool>,
@@ -70,9 +73,18 @@ impl Hasher for AsIs {
     }
 }
 
+/// A claim that is left behind, what its record is to become, and the options it was made under.
+pub(crate) struct Orphan {
+    pub(crate) ticket: Ticket,
+    pub(crate) outcome: Outcome,
+    pub(crate) options: Arc<Options>,
+}
+
 /// How many places are taken: by claims that are being made, and by runs.
 #[derive(Default)]
 struct Places {
+    /// No further place is given.
+    draining: bool,
     claiming: usize,
     running: usize,
     /// How many requests wait for a claim to come to nothing.
@@ -83,7 +95,6 @@ impl Live {
     pub(crate) fn new() -> Self {
         Self {
             places: Mutex::default(),
-            draining: AtomicBool::new(false),
             idle: Notify::new(),
             freed: Notify::new(),
             abort: Notify::new(),
@@ -115,7 +126,7 @@ impl Live {
     }
 
     async fn wait_for_place(self: &Arc<Self>, limit: usize, patience: Duration) -> Option<Permit> {
-        let _hope = Hope::new(self);
+        let _hope = Hope::new(self, limit)?;
         let waited = async {
             loop {
                 let mut freed = pin!(self.freed.notified());
@@ -131,11 +142,8 @@ impl Live {
 
     /// `None`: there will be no place. `Some(None)`: there may soon be one.
     fn try_admit(self: &Arc<Self>, limit: usize) -> Option<Option<Permit>> {
-        if self.is_draining() {
-            return None;
-        }
         let mut places = lock(&self.places);
-        if places.running >= limit {
+        if places.draining || places.running >= limit {
             return None;
         }
         if places.claiming + places.running >= limit {
@@ -167,11 +175,11 @@ impl Live {
     }
 
     pub(crate) fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::SeqCst)
+        lock(&self.places).draining
     }
 
     pub(crate) fn stop_admitting(&self) {
-        self.draining.store(true, Ordering::SeqCst);
+        lock(&self.places).draining = true;
         self.freed.notify_waiters();
         self.waiting.wake_all();
     }
@@ -231,22 +239,26 @@ impl Live {
         });
     }
 
-    /// Keeps a claim that is left behind, and what its record is to become.
-    pub(crate) fn leave_behind(&self, ticket: Ticket, outcome: Outcome) {
+    /// Keeps a claim that is left behind.
+    pub(crate) fn leave_behind(&self, orphan: Orphan) {
         let mut orphans = lock(&self.orphans);
         if orphans.len() < MAX_ORPHANS {
-            orphans.push_back((ticket, outcome));
+            orphans.push_back(orphan);
             self.orphaned.fetch_add(1, Ordering::SeqCst);
         }
     }
 
-    pub(crate) fn next_orphan(&self) -> Option<(Ticket, Outcome)> {
+    pub(crate) fn has_queued(&self) -> bool {
+        !lock(&self.orphans).is_empty()
+    }
+
+    pub(crate) fn next_orphan(&self) -> Option<Orphan> {
         lock(&self.orphans).pop_front()
     }
 
     /// Not settled yet: others come first, so that one that cannot be settled blocks none.
-    pub(crate) fn put_back(&self, ticket: Ticket, outcome: Outcome) {
-        lock(&self.orphans).push_back((ticket, outcome));
+    pub(crate) fn put_back(&self, orphan: Orphan) {
+        lock(&self.orphans).push_back(orphan);
     }
 
     pub(crate) fn orphan_settled(&self) {
@@ -255,8 +267,9 @@ impl Live {
         }
     }
 
+    /// Whether there is any that is not settled yet, the one at hand included.
     pub(crate) fn has_orphans(&self) -> bool {
-        !lock(&self.orphans).is_empty()
+        self.orphaned.load(Ordering::SeqCst) > 0
     }
 }
 
@@ -273,6 +286,10 @@ impl Permit {
         places.claiming -= 1;
         places.running += 1;
         self.runs = true;
+        if places.hoping > 0 {
+            // Perhaps there is nothing left to hope for.
+            self.live.freed.notify_waiters();
+        }
     }
 }
 
@@ -286,7 +303,7 @@ impl Drop for Permit {
         let (left, hoping) = (places.claiming + places.running, places.hoping);
         drop(places);
         if hoping > 0 {
-            self.live.freed.notify_waiters();
+            self.live.freed.notify_one();
         }
         if left == 0 {
             self.live.idle.notify_waiters();
@@ -298,9 +315,14 @@ impl Drop for Permit {
 struct Hope<'a>(&'a Live);
 
 impl<'a> Hope<'a> {
-    fn new(live: &'a Live) -> Self {
-        lock(&live.places).hoping += 1;
-        Self(live)
+    /// `None` when so many wait already that there is no hope.
+    fn new(live: &'a Live, limit: usize) -> Option<Self> {
+        let mut places = lock(&live.places);
+        if places.hoping >= limit.saturating_add(MAX_HOPING) {
+            return None;
+        }
+        places.hoping += 1;
+        Some(Self(live))
     }
 }
 

@@ -13,9 +13,9 @@ use std::{
 use tokio::{sync::watch, time::Instant};
 
 use crate::{
-    bounded::{First, first, within},
+    bounded::{FOREVER, First, first, within},
     execution::{Tried, try_to_record},
-    live::Live,
+    live::{Live, Orphan},
     observe::{self, Operation},
     options::Options,
     record::Token,
@@ -173,41 +173,91 @@ impl Heartbeat {
 }
 
 /// Settles what was left behind: claims of unknown fate whose requests have been answered, and runs
-/// that ended with their runtime. Once the layer is drained, or its last handle gone, each is tried
-/// once more, and that is the end.
-pub(crate) async fn settle_orphans<S: Store>(
-    store: S,
-    options: Arc<Options>,
-    live: Arc<Live>,
-    mark: Mark,
-) {
+/// that ended with their runtime. Once the layer is drained, or its last handle gone, what is left
+/// is tried for one `store_timeout` more, and that is the end.
+pub(crate) async fn settle_orphans<S: Store>(store: S, live: Arc<Live>, mark: Mark) {
     let mut mark = mark;
-    let mut pause = Pause::default();
+    let mut ends = None;
     loop {
-        let last = live.is_aborted() || Arc::strong_count(&live) == 1;
-        let Some((ticket, mut outcome)) = live.next_orphan() else {
-            drop(mark);
-            // Whoever came after the last look and before this saw the mark, and relies on it.
-            if !live.has_orphans() {
-                return;
-            }
-            match Mark::set(&live.undoing) {
-                Some(again) => mark = again,
-                None => return,
-            }
-            continue;
+        settle_queued(&store, &live, &mut ends).await;
+        drop(mark);
+        // Whoever came after the last look and before this saw the mark, and relies on it.
+        if !live.has_queued() {
+            return;
+        }
+        match Mark::set(&live.undoing) {
+            Some(again) => mark = again,
+            None => return,
+        }
+    }
+}
+
+async fn settle_queued<S: Store>(store: &S, live: &Arc<Live>, ends: &mut Option<Instant>) {
+    let mut pause = Pause::default();
+    while let Some(mut at_hand) = AtHand::take(live) {
+        let Some(orphan) = &mut at_hand.orphan else {
+            return;
         };
-        let tried = try_to_record(&store, &options, &ticket, &mut outcome);
-        match within(options.store_timeout, tried).await {
+        let limit = orphan.options.store_timeout.min(FOREVER);
+        if live.is_aborted() || Arc::strong_count(live) <= AT_HAND {
+            ends.get_or_insert_with(|| Instant::now() + limit);
+        }
+        let over = ends.map(|ends| ends.saturating_duration_since(Instant::now()));
+        let tried = try_to_record(store, &orphan.options, &orphan.ticket, &mut orphan.outcome);
+        match within(over.unwrap_or(limit), tried).await {
             Some(Tried::Settled | Tried::Hopeless) => {
-                live.orphan_settled();
+                at_hand.settled();
                 pause = Pause::default();
             }
-            Some(Tried::Failed) | None if last => live.orphan_settled(),
-            Some(Tried::Failed) | None => {
-                live.put_back(ticket, outcome);
-                first(pause.wait(), live.aborted()).await;
+            Some(Tried::Failed) | None if over.is_some_and(|left| left.is_zero()) => {
+                at_hand.settled();
             }
+            Some(Tried::Failed) | None => {
+                drop(at_hand);
+                // Aborted, it goes on quickly; it must not spin, though.
+                let hurry = ends.map_or(FOREVER, |_| Duration::from_millis(10));
+                first(within(hurry, pause.wait()), not_yet(live, ends.is_some())).await;
+            }
+        }
+    }
+}
+
+/// Handles of the layer's runs that the settling itself has.
+const AT_HAND: usize = 2;
+
+/// Ends when the runs are told to stop, unless that is known already.
+async fn not_yet(live: &Live, known: bool) {
+    if known {
+        std::future::pending::<()>().await;
+    }
+    live.aborted().await;
+}
+
+/// The orphan at hand; one that is not settled goes back, even when this task ends in the middle.
+struct AtHand {
+    live: Arc<Live>,
+    orphan: Option<Orphan>,
+}
+
+impl AtHand {
+    fn take(live: &Arc<Live>) -> Option<Self> {
+        let orphan = live.next_orphan()?;
+        Some(Self {
+            live: live.clone(),
+            orphan: Some(orphan),
+        })
+    }
+
+    fn settled(&mut self) {
+        self.orphan = None;
+        self.live.orphan_settled();
+    }
+}
+
+impl Drop for AtHand {
+    fn drop(&mut self) {
+        if let Some(orphan) = self.orphan.take() {
+            self.live.put_back(orphan);
         }
     }
 }

@@ -225,7 +225,7 @@ async fn decide<I: Clone, S: Store + Checkpoints>(
 ) -> Result<Decision, Rejection> {
     engine.maintain();
 
-    match claim(engine, asked, attempt).await? {
+    match claim(engine, asked, attempt, engine.options.store_timeout).await? {
         Claiming::Decided(decision) => Ok(decision),
         Claiming::InFlight(held) => match engine.options.in_flight {
             InFlight::Wait(bound) if !attempt.is_gone() => {
@@ -256,7 +256,11 @@ async fn wait<S: Store + Checkpoints>(
     };
     loop {
         let news = waiter.listen();
-        match claim(engine, asked, attempt).await {
+        // The last look is at the end: what has come by then counts.
+        let left = deadline.saturating_duration_since(Instant::now());
+        let last = left.is_zero();
+        let patience = left.min(engine.options.store_timeout);
+        match claim(engine, asked, attempt, patience).await {
             Ok(Claiming::Decided(decision)) => {
                 waiter.tell();
                 return Ok(decision);
@@ -270,9 +274,10 @@ async fn wait<S: Store + Checkpoints>(
             }
             Ok(Claiming::InFlight(_)) => {}
         }
-        if attempt.is_gone() || !waiter.worth_looking(news, deadline).await {
+        if last || attempt.is_gone() {
             return Err(in_flight(held));
         }
+        waiter.worth_looking(news, deadline).await;
     }
 }
 
@@ -282,17 +287,18 @@ enum Claiming {
     InFlight(Held),
 }
 
-/// Claims once, and takes over what may be taken over. Only the write in the store decides; what
+/// Claims once, where there is a place within `patience`, and takes over what may be taken over. Only the write in the store decides; what
 /// it found is compared here, in one place, before anything else is said about it.
 async fn claim<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
     attempt: &Attempt,
+    patience: Duration,
 ) -> Result<Claiming, Rejection> {
     let options = &engine.options;
     let permit = engine
         .live
-        .admit(options.max_running, options.store_timeout)
+        .admit(options.max_running, patience)
         .await
         .ok_or(Rejection::Overloaded)?;
     let mut bid = Bid {
@@ -305,10 +311,12 @@ async fn claim<S: Store + Checkpoints>(
         let held = match send_claim(engine, asked, &bid, attempt).await? {
             None => return Ok(Claiming::Decided(Decision::Unprotected)),
             Some(Claim::Won(ticket)) => {
+                let first = ticket.attempt == 1;
                 return Ok(Claiming::Decided(Decision::Run(Claimed {
                     ticket,
                     permit,
-                    undo: bid.undo,
+                    // What was to be taken over may be gone by now: then this is a first run.
+                    undo: if first { Undo::Release } else { bid.undo },
                 })));
             }
             Some(Claim::Completed(record)) => {
@@ -386,43 +394,72 @@ async fn send_claim<S: Store + Checkpoints>(
     attempt.set_must_finish(true);
     let mut pause = Pause::default();
     let mut failed = StoreErrorKind::Unavailable;
-    let sent = within(engine.options.store_timeout, async {
+    let mut sent = Sent {
+        engine,
+        asked,
+        bid,
+        may_stand: true,
+    };
+    let claimed = within(engine.options.store_timeout, async {
+        let mut unknown = false;
         for resend in 0.. {
             let request = bid.request(&engine.options, asked);
             match engine.store.claim(request).await {
-                Ok(claim) => return Some(claim),
+                Ok(claim) => return (Some(claim), false),
                 Err(error) => {
                     observe::store_failed(Operation::Claim, Some(&error));
                     failed = error.kind();
-                    // Whatever else is wrong, nothing was claimed.
+                    // Whatever else is wrong, this one claimed nothing; an earlier one may have.
+                    unknown |= failed == StoreErrorKind::Unavailable;
                     if failed != StoreErrorKind::Unavailable || resend >= CLAIM_RESENDS {
-                        return None;
+                        break;
                     }
                 }
             }
             pause.wait().await;
         }
-        None
+        (None, unknown)
     })
     .await;
-    if let Some(Some(claim)) = sent {
+    if let Some((Some(claim), _)) = claimed {
+        sent.may_stand = false;
         attempt.set_must_finish(matches!(claim, Claim::Won(_)));
         return Ok(Some(claim));
     }
-    if sent.is_none() {
-        observe::store_failed(Operation::Claim, None);
-        failed = StoreErrorKind::Unavailable;
+    match claimed {
+        Some((_, unknown)) => sent.may_stand = unknown,
+        None => {
+            observe::store_failed(Operation::Claim, None);
+            failed = StoreErrorKind::Unavailable;
+        }
     }
-    if failed == StoreErrorKind::Unavailable {
-        let ticket = bid.request(&engine.options, asked).ticket(0);
-        engine.leave_behind(ticket, bid.undo.into());
-    }
+    drop(sent);
     attempt.set_must_finish(false);
-    // A record that is there and cannot be read may be that of a finished run.
+    // A record that is there and cannot be read may be that of a finished run; and for a caller that
+    // is gone nothing is run unprotected.
     let absent = matches!(failed, StoreErrorKind::Unavailable | StoreErrorKind::Full);
     match engine.options.store_failure {
-        StoreFailure::RunUnprotected if absent => Ok(None),
+        StoreFailure::RunUnprotected if absent && !attempt.is_gone() => Ok(None),
         _ => Err(Rejection::StoreUnavailable),
+    }
+}
+
+/// A claim that was sent and may stand in the store. Dropped like that, also because its runtime
+/// ends, it is left to the background to undo.
+struct Sent<'a, S: Store> {
+    engine: &'a Arc<Engine<S>>,
+    asked: &'a Asked<'a>,
+    bid: &'a Bid,
+    may_stand: bool,
+}
+
+impl<S: Store> Drop for Sent<'_, S> {
+    fn drop(&mut self) {
+        if self.may_stand {
+            let request = self.bid.request(&self.engine.options, self.asked);
+            self.engine
+                .leave_behind(request.ticket(0), self.bid.undo.into());
+        }
     }
 }
 

@@ -98,14 +98,11 @@ impl Waiter<'_> {
         news
     }
 
-    /// Waits until it is worth looking again; `false` once the deadline is over.
-    pub(crate) async fn worth_looking(
-        &self,
-        news: Pin<Box<Notified<'_>>>,
-        deadline: Instant,
-    ) -> bool {
+    /// Waits until it is worth looking again, or the deadline is over.
+    pub(crate) async fn worth_looking(&self, news: Pin<Box<Notified<'_>>>, deadline: Instant) {
         let news = first(news, self.my_turn_to_poll());
-        tokio::time::timeout_at(deadline, news).await.is_ok()
+        // Either way there is nothing to do but to look.
+        drop(tokio::time::timeout_at(deadline, news).await);
     }
 
     /// Tells the others that there is something to see.

@@ -205,6 +205,138 @@ every_store! {
         assert_eq!(other.await.unwrap().status, 201);
     }
 
+    // C3: that the last error claimed nothing says nothing about the tries before.
+    async fn a_lost_claim_is_given_back_though_a_later_try_fails_otherwise(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store));
+        store.fail(Operation::Claim, Fault::After, Times::Once);
+        store.fail(Operation::Claim, Fault::HangBefore, Times::Once);
+        assert_eq!(send(&app, post("k", "A")).await.said(), (503, UNAVAILABLE.to_owned()));
+        comes_to(&store, "k", None).await;
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+    }
+
+    // Shutdown: what had not begun when the runs were told to stop does not begin any more.
+    async fn a_claim_that_is_won_after_the_abort_is_given_back(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let layer = layer(&store).store_timeout(Duration::from_secs(5));
+        let app = handler.behind(layer.clone());
+        store.fail(Operation::Claim, Fault::DelayAfter(Duration::from_millis(200)), Times::Once);
+        let asked = spawn(&app, post("k", "A"));
+        called(&store, Operation::Claim, 1).await;
+        let drained = layer.drain(Duration::from_millis(20)).await;
+        assert_eq!((drained.aborted, drained.left), (1, 0));
+        assert_eq!(asked.await.unwrap().status, 503);
+        assert_eq!((state(&store, "k").await, handler.effects()), (None, 0));
+    }
+
+    // L12, Y1: a claim that is being made when its runtime ends is undone from another.
+    async fn a_claim_that_ends_with_its_runtime_is_undone_from_another(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store).store_timeout(Duration::from_secs(60)));
+        let ended = Runtime::new().unwrap();
+        store.fail(Operation::Claim, Fault::HangAfter, Times::Once);
+        let dies = app.clone();
+        ended.spawn(async move { send(&dies, post("k", "A")).await });
+        called(&store, Operation::Claim, 1).await;
+        comes_to(&store, "k", Some(State::Running)).await;
+        tokio::task::spawn_blocking(move || drop(ended)).await.unwrap();
+        assert_eq!(send(&app, post("other", "A")).await.status, 201);
+        comes_to(&store, "k", None).await;
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+    }
+
+    // L12: settling goes on where the runtime that did it has ended, and drain starts it.
+    async fn what_is_left_behind_outlives_the_runtime_that_settled_it(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let layer = layer(&store).store_timeout(Duration::from_secs(60));
+        let app = handler.behind(layer.clone());
+        let ended = Runtime::new().unwrap();
+        store.fail(Operation::Claim, Fault::After, Times::Next(3));
+        store.fail(Operation::Release, Fault::HangBefore, Times::Once);
+        let asks = app.clone();
+        let asked = ended.spawn(async move { send(&asks, post("k", "A")).await });
+        assert_eq!(asked.await.unwrap().status, 503);
+        called(&store, Operation::Release, 1).await;
+        tokio::task::spawn_blocking(move || drop(ended)).await.unwrap();
+        assert_eq!(state(&store, "k").await, Some(State::Running));
+        let drained = timeout(Duration::from_secs(5), layer.drain(Duration::from_secs(30))).await;
+        assert_eq!(drained.expect("nobody settles it").left, 0);
+        assert_eq!(state(&store, "k").await, None);
+    }
+
+    // What a run leaves behind is recorded as its own layer was told, whichever layer does it.
+    async fn an_answer_left_behind_keeps_its_own_lifetimes(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let long = layer(&store).store_timeout(Duration::from_secs(60)).ttl(Duration::from_secs(3600));
+        let short = handler.behind(long.clone().ttl(Duration::from_secs(1)));
+        let long = handler.behind(long);
+        let ended = Runtime::new().unwrap();
+        store.fail(Operation::Complete, Fault::HangBefore, Times::Once);
+        let dies = long.clone();
+        ended.spawn(async move { send(&dies, post("k", "A")).await });
+        called(&store, Operation::Complete, 1).await;
+        tokio::task::spawn_blocking(move || drop(ended)).await.unwrap();
+        assert_eq!(send(&short, post("other", "A")).await.status, 201);
+        comes_to(&store, "k", Some(State::Completed)).await;
+        world.clock.advance(Duration::from_secs(60));
+        let retry = send(&long, post("k", "A")).await;
+        assert_eq!((retry.status.as_u16(), retry.replay, handler.effects()), (201, true, 2));
+    }
+
+    // §4: where a claim becomes a run there is nothing left to hope for.
+    async fn a_request_that_hopes_for_a_place_hears_at_once_that_there_is_none(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router.route_layer(
+            layer(&store)
+                .store_timeout(Duration::from_secs(30))
+                .max_running(1),
+        );
+        store.fail(Operation::Claim, Fault::DelayBefore(Duration::from_millis(100)), Times::Once);
+        let _first = spawn(&app, post("k-1", "A"));
+        called(&store, Operation::Claim, 1).await;
+        let hopes = timeout(Duration::from_secs(5), send(&app, post("k-2", "A"))).await;
+        assert_eq!(hopes.expect("it hopes in vain").status, 503);
+        drop(puppet.next().await);
+    }
+
+    // C11: what has come by the end of a wait counts.
+    async fn a_wait_looks_once_more_at_its_end(world: World) {
+        let (there, store) = (world.open().await, world.open().await);
+        let (router, mut puppet) = Puppet::new();
+        let other = router.clone().route_layer(layer(&there));
+        let bound = Duration::from_millis(1_500);
+        let here = router.route_layer(layer(&store).in_flight(InFlight::Wait(bound)));
+        let first = spawn(&other, post("k", "A"));
+        let run = puppet.next().await;
+        let waits = spawn(&here, post("k", "A"));
+        // After the poll at 775 ms, before that at 1 575 ms.
+        tokio::time::sleep(Duration::from_millis(1_100)).await;
+        run.answers(201, "done");
+        let first = first.await.unwrap();
+        waits.await.unwrap().assert_replays(&first);
+    }
+
+    // D1: nothing is run unprotected for a caller that is gone.
+    async fn a_caller_that_is_gone_gets_no_unprotected_run(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store).store_failure(StoreFailure::RunUnprotected));
+        store.fail(Operation::Claim, Fault::HangBefore, Times::Always);
+        let leaves = spawn(&app, post("k", "A"));
+        called(&store, Operation::Claim, 1).await;
+        leaves.abort();
+        called(&store, Operation::Release, 1).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(handler.effects(), 0);
+    }
+
     // C11: the end of a run is news for its waiters, however many other runs there are.
     async fn waiters_get_the_replay_though_every_place_is_taken(world: World) {
         const WAITERS: usize = 100;
