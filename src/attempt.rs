@@ -65,8 +65,8 @@ impl Attempt {
     }
 
     /// Keeps the won ticket. A request wins at most one.
-    pub(crate) fn won(&self, ticket: Ticket) -> &Ticket {
-        self.ticket.get_or_init(|| ticket)
+    pub(crate) fn won(&self, ticket: Ticket) {
+        self.ticket.get_or_init(|| ticket);
     }
 
     pub(crate) fn ticket(&self) -> Option<&Ticket> {

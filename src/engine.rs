@@ -62,7 +62,7 @@ impl<S: Store> Engine<S> {
     pub(crate) fn settle_orphans(&self) {
         if self.live.has_orphans()
             && let Ok(runtime) = Handle::try_current()
-            && let Some(mark) = Mark::set(&self.live.undoing)
+            && let Some(mark) = Mark::set(&self.live.settling)
         {
             let (store, live) = (self.store.clone(), self.live.clone());
             runtime.spawn(maintenance::settle_orphans(store, live, mark));

@@ -203,7 +203,7 @@ where
     } = claimed;
     attempt.won(ticket.clone());
     permit.runs();
-    let hold = Hold {
+    let mut hold = Hold {
         engine: engine.clone(),
         ticket: ticket.clone(),
         outcome: undo.into(),
@@ -244,7 +244,6 @@ where
     head.extensions
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
 
-    let mut hold = hold;
     hold.outcome = Outcome::Abandoned;
     let answer = pin!(Some(answer(&engine, inner, head, body, undo)));
     let ended = watched(&engine, answer).await;

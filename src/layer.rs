@@ -85,6 +85,10 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         }
     }
 
+    fn engine(&self) -> Engine<S> {
+        Engine::new(self.store.clone(), self.options.clone(), self.live.clone())
+    }
+
     fn options(&mut self) -> &mut Options {
         Arc::make_mut(&mut self.options)
     }
@@ -108,7 +112,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub async fn drain(&self, grace: Duration) -> Drained {
         self.live.stop_admitting();
-        Engine::new(self.store.clone(), self.options.clone(), self.live.clone()).settle_orphans();
+        self.engine().settle_orphans();
         if within(grace, self.live.idle()).await.is_some() {
             return Drained {
                 aborted: 0,
@@ -653,8 +657,7 @@ impl<I, S: Store + Checkpoints> Layer<I> for IdempotencyLayer<S> {
 
     fn layer(&self, inner: I) -> Self::Service {
         self.options.check();
-        let engine = Engine::new(self.store.clone(), self.options.clone(), self.live.clone());
-        IdempotencyService::new(inner, Arc::new(engine))
+        IdempotencyService::new(inner, Arc::new(self.engine()))
     }
 }
 

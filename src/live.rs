@@ -45,7 +45,7 @@ pub(crate) struct Live {
     orphans: Mutex<VecDeque<Orphan>>,
     /// Orphans not settled yet, the one at hand included.
     orphaned: AtomicUsize,
-    pub(crate) undoing: Arc<AtomicBool>,
+    pub(crate) settling: Arc<AtomicBool>,
     pub(crate) maintained: Arc<AtomicBool>,
     /// The shortest and the longest lease of the layers that share this. The background task
     /// watches it, and ends when the last handle is gone.
@@ -103,7 +103,7 @@ impl Live {
             waiting: Waiting::default(),
             orphans: Mutex::default(),
             orphaned: AtomicUsize::new(0),
-            undoing: Arc::default(),
+            settling: Arc::default(),
             maintained: Arc::default(),
             leases: watch::channel((Duration::MAX, Duration::ZERO)).0,
             warned_of_scope: AtomicBool::new(false),

@@ -185,7 +185,7 @@ pub(crate) async fn settle_orphans<S: Store>(store: S, live: Arc<Live>, mark: Ma
         if !live.has_queued() {
             return;
         }
-        match Mark::set(&live.undoing) {
+        match Mark::set(&live.settling) {
             Some(again) => mark = again,
             None => return,
         }
@@ -214,24 +214,22 @@ async fn settle_queued<S: Store>(store: &S, live: &Arc<Live>, ends: &mut Option<
             }
             Some(Tried::Failed) | None => {
                 drop(at_hand);
-                // Aborted, it goes on quickly; it must not spin, though.
-                let hurry = ends.map_or(FOREVER, |_| Duration::from_millis(10));
-                first(within(hurry, pause.wait()), not_yet(live, ends.is_some())).await;
+                if ends.is_some() {
+                    // It goes on quickly now; it must not spin, though.
+                    tokio::time::sleep(HURRY).await;
+                } else {
+                    first(pause.wait(), live.aborted()).await;
+                }
             }
         }
     }
 }
 
+/// Between the last tries.
+const HURRY: Duration = Duration::from_millis(10);
+
 /// Handles of the layer's runs that the settling itself has.
 const AT_HAND: usize = 2;
-
-/// Ends when the runs are told to stop, unless that is known already.
-async fn not_yet(live: &Live, known: bool) {
-    if known {
-        std::future::pending::<()>().await;
-    }
-    live.aborted().await;
-}
 
 /// The orphan at hand; one that is not settled goes back, even when this task ends in the middle.
 struct AtHand {

@@ -287,8 +287,9 @@ enum Claiming {
     InFlight(Held),
 }
 
-/// Claims once, where there is a place within `patience`, and takes over what may be taken over. Only the write in the store decides; what
-/// it found is compared here, in one place, before anything else is said about it.
+/// Claims once, where there is a place within `patience`, and takes over what may be taken over.
+/// Only the write in the store decides; what it found is compared here, in one place, before
+/// anything else is said about it.
 async fn claim<S: Store + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
@@ -394,6 +395,7 @@ async fn send_claim<S: Store + Checkpoints>(
     attempt.set_must_finish(true);
     let mut pause = Pause::default();
     let mut failed = StoreErrorKind::Unavailable;
+    let mut unknown = false;
     let mut sent = Sent {
         engine,
         asked,
@@ -401,11 +403,10 @@ async fn send_claim<S: Store + Checkpoints>(
         may_stand: true,
     };
     let claimed = within(engine.options.store_timeout, async {
-        let mut unknown = false;
         for resend in 0.. {
             let request = bid.request(&engine.options, asked);
             match engine.store.claim(request).await {
-                Ok(claim) => return (Some(claim), false),
+                Ok(claim) => return Some(claim),
                 Err(error) => {
                     observe::store_failed(Operation::Claim, Some(&error));
                     failed = error.kind();
@@ -418,16 +419,16 @@ async fn send_claim<S: Store + Checkpoints>(
             }
             pause.wait().await;
         }
-        (None, unknown)
+        None
     })
     .await;
-    if let Some((Some(claim), _)) = claimed {
-        sent.may_stand = false;
-        attempt.set_must_finish(matches!(claim, Claim::Won(_)));
-        return Ok(Some(claim));
-    }
     match claimed {
-        Some((_, unknown)) => sent.may_stand = unknown,
+        Some(Some(claim)) => {
+            sent.may_stand = false;
+            attempt.set_must_finish(matches!(claim, Claim::Won(_)));
+            return Ok(Some(claim));
+        }
+        Some(None) => sent.may_stand = unknown,
         None => {
             observe::store_failed(Operation::Claim, None);
             failed = StoreErrorKind::Unavailable;

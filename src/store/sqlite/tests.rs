@@ -47,6 +47,18 @@ fn place() -> (TempDir, PathBuf) {
     (directory, path)
 }
 
+/// A file that a store has made and closed.
+async fn closed_store() -> (TempDir, PathBuf) {
+    let (directory, path) = place();
+    SqliteStore::open(&path)
+        .await
+        .unwrap()
+        .close()
+        .await
+        .unwrap();
+    (directory, path)
+}
+
 fn request(key: impl AsRef<[u8]>) -> ClaimRequest {
     let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
     ClaimRequest::new(id, "test", Fingerprint::from_bytes([7; 32]))
@@ -161,13 +173,7 @@ async fn changed_tables_are_refused() {
 
 #[tokio::test]
 async fn a_newer_schema_is_refused() {
-    let (_directory, path) = place();
-    SqliteStore::open(&path)
-        .await
-        .unwrap()
-        .close()
-        .await
-        .unwrap();
+    let (_directory, path) = closed_store().await;
     execute(&path, "UPDATE idempotency_meta SET value = 2 WHERE name = 'schema'; CREATE TABLE idempotency_news (a)").await;
     let error = refusal(&path).await;
     assert_eq!(error.kind(), StoreErrorKind::Schema);
@@ -802,13 +808,7 @@ async fn large_responses_and_long_lists_of_tickets_go_through() {
 
 #[tokio::test]
 async fn housekeeping_finds_its_rows_by_index() {
-    let (_directory, path) = place();
-    SqliteStore::open(&path)
-        .await
-        .unwrap()
-        .close()
-        .await
-        .unwrap();
+    let (_directory, path) = closed_store().await;
     let mut connection = other(&path).await;
     for (statement, index) in [
         (statements::PURGE_RECORDS, "idempotency_records_due"),

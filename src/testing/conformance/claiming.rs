@@ -5,8 +5,8 @@ use std::{sync::Arc, time::Duration};
 use super::{
     Harness,
     support::{
-        CROWD, ensure, ensure_eq, id, leased, one_winner, open, outcome, replacing, request, ticks,
-        together,
+        CROWD, ensure, ensure_eq, first_held, id, leased, one_winner, open, outcome, replacing,
+        request, ticks, together,
     },
 };
 use crate::{
@@ -83,15 +83,7 @@ pub async fn c03_a_claim_on_a_running_record_changes_nothing<H: Harness>() {
     ] {
         one.win(&first).await;
         let before = one.found(&first.id).await;
-        let expected = Held {
-            token: first.token,
-            scheme: first.scheme.clone(),
-            fingerprint: first.fingerprint,
-            attempt: 1,
-            mode: first.mode,
-            request_id: first.request_id.clone(),
-            released: false,
-        };
+        let expected = first_held(&first);
         for store in [&one, &two] {
             let held = store.in_flight(&second).await;
             ensure_eq!(3, held, expected, "a claim must be told of the first one");
@@ -136,15 +128,7 @@ pub async fn c04_a_claim_on_a_completed_record_answers_it<H: Harness>() {
     ensure_eq!(
         4,
         Held::of(&record),
-        Held {
-            token: first.token,
-            scheme: first.scheme.clone(),
-            fingerprint: first.fingerprint,
-            attempt: 1,
-            mode: first.mode,
-            request_id: first.request_id.clone(),
-            released: false,
-        },
+        first_held(&first),
         "the record must hold what the claim brought"
     );
     for store in [&one, &two] {

@@ -2,7 +2,9 @@
 
 use super::{
     Harness,
-    support::{Watch, ensure, ensure_eq, leased, open, replacing, request, stranger, ticks},
+    support::{
+        Watch, ensure, ensure_eq, first_held, leased, open, replacing, request, stranger, ticks,
+    },
 };
 use crate::store::{ClaimRequest, Held, Settled};
 use std::time::Duration;
@@ -255,15 +257,7 @@ pub async fn c12_a_claim_marked_abandoned_is_abandoned_at_once<H: Harness>() {
     };
     let ticket = one.win(&first).await;
     one.give_up(&ticket).await;
-    let expected = Held {
-        token: first.token,
-        scheme: first.scheme.clone(),
-        fingerprint: first.fingerprint,
-        attempt: 1,
-        mode: first.mode,
-        request_id: first.request_id.clone(),
-        released: false,
-    };
+    let expected = first_held(&first);
     for store in [&one, &two] {
         let held = store.find_abandoned(&request("a")).await;
         ensure_eq!(12, held, expected, "a claim must be told whose it was");

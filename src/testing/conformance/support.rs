@@ -291,6 +291,19 @@ pub(super) fn id(key: impl AsRef<[u8]>) -> RecordId {
     RecordId::new(Scope::new("tenant"), IdempotencyKey::new(key))
 }
 
+/// What a claim must be told of one that was the first under its key.
+pub(super) fn first_held(first: &ClaimRequest) -> Held {
+    Held {
+        token: first.token,
+        scheme: first.scheme.clone(),
+        fingerprint: first.fingerprint,
+        attempt: 1,
+        mode: first.mode,
+        request_id: first.request_id.clone(),
+        released: false,
+    }
+}
+
 /// A claim on this key with a long lease; equal fingerprints for all.
 pub(super) fn request(key: impl AsRef<[u8]>) -> ClaimRequest {
     ClaimRequest::new(id(key), "conformance", Fingerprint::from_bytes([1; 32]))
