@@ -170,3 +170,5 @@ pub use status::{IdempotencyStatus, IdempotentResponse};
 #[cfg(feature = "sqlite")]
 pub use store::SqliteStore;
 pub use store::{AnyStore, MemoryStore};
+#[cfg(feature = "postgres")]
+pub use store::{PostgresStore, PostgresStoreOptions};

@@ -10,9 +10,9 @@ use std::{
     future::Future,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -22,19 +22,31 @@ use super::{
     Checkpoint, Claim, ClaimRequest, Completion, Lifetimes, Settled, StoreError, StoreErrorKind,
     Ticket,
 };
-use crate::record::{Record, RecordId};
+use crate::{
+    bounded::{first, within},
+    record::{Record, RecordId},
+};
 
-/// The most operations in one transaction.
-const MAX_OPERATIONS: usize = 256;
+/// The most operations in one transaction, or on one statement.
+pub(crate) const MAX_OPERATIONS: usize = 256;
 /// About the most bytes in one transaction; a single larger operation is a transaction by itself.
 const MAX_BYTES: usize = 8 << 20;
 /// The most operations in the queue. Whoever comes later waits for a place, not for an error.
 const MAX_QUEUED: usize = 1024;
 
+/// How long operations rest that could not be carried out, for nobody else's fault, before they are tried
+/// again.
+const FIRST_REST: Duration = Duration::from_millis(2);
+const LAST_REST: Duration = Duration::from_millis(50);
+
+/// After how long without an operation the writer rests.
+const IDLE: Duration = Duration::from_millis(20);
+
 /// A question, who asked it, and the answer as soon as there is one.
 pub(crate) struct Asked<Q, A> {
     pub(crate) question: Q,
     answer: Option<Result<A, StoreError>>,
+    since: Instant,
     caller: oneshot::Sender<Result<A, StoreError>>,
 }
 
@@ -43,6 +55,11 @@ impl<Q, A> Asked<Q, A> {
     /// answers again.
     pub(crate) fn answer(&mut self, answer: Result<A, StoreError>) {
         self.answer = Some(answer);
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn is_answered(&self) -> bool {
+        self.answer.is_some()
     }
 }
 
@@ -121,6 +138,21 @@ impl Operation {
         }
     }
 
+    /// How long it has been without an answer; `None` with one.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn waits_for(&self) -> Option<Duration> {
+        each!(self, asked => asked.answer.is_none().then(|| asked.since.elapsed()))
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn answer_error(&mut self, error: StoreError) {
+        each!(self, asked => asked.answer(Err(error)));
+    }
+
+    fn is_answered(&self) -> bool {
+        each!(self, asked => asked.answer.is_some())
+    }
+
     fn acknowledge(self) {
         each!(self, asked => if let Some(answer) = asked.answer {
             // Nobody there any more: the token settles later what happened.
@@ -167,15 +199,46 @@ impl Failure {
 
 /// Carries out operations, many at a time.
 pub(crate) trait Writer: Send + 'static {
-    /// Carries all of them out in one transaction, giving each its answer. With an error nothing
-    /// was changed, as far as anybody can tell.
+    /// The most operations it is given at once.
+    const MAX_BATCH: usize = MAX_OPERATIONS;
+
+    /// Carries them out in one transaction, giving each its answer. Those it leaves without one are
+    /// tried again, before all newer ones. With an error nothing was changed, as far as anybody can
+    /// tell.
     fn commit(
         &mut self,
         batch: &mut [Operation],
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
+    /// Nothing has come for a while.
+    fn rest(&mut self) {}
+
     /// Gives up the lease and the connection.
     fn close(self) -> impl Future<Output = Result<(), Failure>> + Send;
+}
+
+/// How many operations have shared how many transactions, since the store was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Grouping {
+    /// Operations carried out.
+    pub operations: u64,
+    /// Transactions they took: for Postgres, statements.
+    pub batches: u64,
+    /// The most operations in one of them.
+    pub largest: u64,
+}
+
+impl std::ops::Add for Grouping {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            operations: self.operations + other.operations,
+            batches: self.batches + other.batches,
+            largest: self.largest.max(other.largest),
+        }
+    }
 }
 
 /// The callers' end of the queue.
@@ -183,16 +246,35 @@ pub(crate) trait Writer: Send + 'static {
 pub(crate) struct Queue {
     operations: mpsc::Sender<Operation>,
     closed: AtomicBool,
+    counted: Arc<Counted>,
+}
+
+#[derive(Debug, Default)]
+struct Counted {
+    operations: AtomicU64,
+    batches: AtomicU64,
+    largest: AtomicU64,
 }
 
 impl Queue {
     /// Starts the writer on the current runtime. It ends with the queue, or when it is closed.
     pub(crate) fn start(writer: impl Writer) -> Self {
         let (operations, queue) = mpsc::channel(MAX_QUEUED);
-        tokio::spawn(serve(writer, queue));
+        let counted = Arc::new(Counted::default());
+        tokio::spawn(serve(writer, queue, counted.clone()));
         Self {
             operations,
             closed: AtomicBool::new(false),
+            counted,
+        }
+    }
+
+    pub(crate) fn grouping(&self) -> Grouping {
+        let read = |number: &AtomicU64| number.load(Ordering::Relaxed);
+        Grouping {
+            operations: read(&self.counted.operations),
+            batches: read(&self.counted.batches),
+            largest: read(&self.counted.largest),
         }
     }
 
@@ -230,6 +312,7 @@ impl Queue {
         let asked = Asked {
             question,
             answer: None,
+            since: Instant::now(),
             caller,
         };
         let sent = self.operations.send(operation(asked)).await;
@@ -237,7 +320,7 @@ impl Queue {
         answer.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
-    fn gone(&self) -> StoreError {
+    pub(crate) fn gone(&self) -> StoreError {
         match self.check_open() {
             Err(closed) => closed,
             Ok(()) => StoreError::new(
@@ -253,21 +336,83 @@ fn closed() -> StoreError {
 }
 
 /// The writer's task.
-async fn serve(mut writer: impl Writer, mut queue: mpsc::Receiver<Operation>) {
-    let mut taken = Vec::with_capacity(MAX_OPERATIONS);
-    let mut waiting = VecDeque::with_capacity(MAX_OPERATIONS);
-    while queue.recv_many(&mut taken, MAX_OPERATIONS).await > 0 {
-        waiting.extend(taken.drain(..));
-        while !waiting.is_empty() {
-            let batch = next_batch(&mut waiting);
-            commit(&mut writer, batch).await;
-            if let Some(Operation::Close(_)) = waiting.front() {
-                return close(writer, waiting, queue).await;
-            }
+async fn serve<W: Writer>(
+    mut writer: W,
+    mut queue: mpsc::Receiver<Operation>,
+    counted: Arc<Counted>,
+) {
+    let mut waiting = VecDeque::with_capacity(W::MAX_BATCH);
+    let mut rest = None;
+    while gather(&mut writer, &mut queue, &mut waiting, rest).await {
+        if let Some(Operation::Close(_)) = waiting.front() {
+            return close(writer, waiting, queue).await;
         }
+        let batch = next_batch(&mut waiting);
+        let asked = batch.len();
+        let left = commit(&mut writer, batch).await;
+        let done = asked - left.len();
+        counted.add(done);
+        // Nothing done means that others are in the way; give them time, and more each time.
+        rest = (done == 0 && asked > 0).then(|| match rest {
+            Some(rest) => LAST_REST.min(rest * 2),
+            None => FIRST_REST,
+        });
+        left.into_iter()
+            .rev()
+            .for_each(|next| waiting.push_front(next));
     }
     // The last handle is gone. The lease is left to lapse: a run of this instance may have been
     // dropped with it, and what it did is for the recovery policy to judge.
+}
+
+/// Takes what has queued up, up to `most` in all. Waits when there is nothing to do, or when all there is
+/// shall rest first. Answers whether to go on.
+async fn gather<W: Writer>(
+    writer: &mut W,
+    queue: &mut mpsc::Receiver<Operation>,
+    waiting: &mut VecDeque<Operation>,
+    rest: Option<Duration>,
+) -> bool {
+    let room = W::MAX_BATCH.saturating_sub(waiting.len()).max(1);
+    let mut taken = Vec::new();
+    let open = match (waiting.is_empty(), rest) {
+        (true, _) => {
+            let came = within(IDLE, queue.recv_many(&mut taken, room)).await;
+            match came {
+                Some(came) => came > 0,
+                None => {
+                    writer.rest();
+                    queue.recv_many(&mut taken, room).await > 0
+                }
+            }
+        }
+        (false, Some(rest)) => {
+            let came = within(rest, queue.recv_many(&mut taken, room)).await;
+            if came == Some(0) {
+                tokio::time::sleep(rest).await;
+            }
+            true
+        }
+        (false, None) => {
+            // Whatever is there already, without waiting for more.
+            let news = queue.recv_many(&mut taken, room);
+            first(news, std::future::ready(())).await;
+            true
+        }
+    };
+    waiting.extend(taken);
+    open
+}
+
+impl Counted {
+    fn add(&self, operations: usize) {
+        let operations = u64::try_from(operations).unwrap_or(u64::MAX);
+        if operations > 0 {
+            self.operations.fetch_add(operations, Ordering::Relaxed);
+            self.batches.fetch_add(1, Ordering::Relaxed);
+            self.largest.fetch_max(operations, Ordering::Relaxed);
+        }
+    }
 }
 
 /// The next operations that fit one transaction, up to a `Close`.
@@ -288,14 +433,20 @@ fn next_batch(waiting: &mut VecDeque<Operation>) -> Vec<Operation> {
 }
 
 /// Commits all of them together; when one value is refused, halves the batch until it stands alone.
-async fn commit(writer: &mut impl Writer, batch: Vec<Operation>) {
+/// Gives back what the writer has not answered.
+async fn commit(writer: &mut impl Writer, batch: Vec<Operation>) -> Vec<Operation> {
     let mut parts = vec![batch];
+    let mut left = Vec::new();
     while let Some(mut part) = parts.pop() {
         if part.is_empty() {
             continue;
         }
         match writer.commit(&mut part).await {
-            Ok(()) => part.into_iter().for_each(Operation::acknowledge),
+            Ok(()) => {
+                let (answered, unanswered) = part.into_iter().partition(Operation::is_answered);
+                Vec::into_iter(answered).for_each(Operation::acknowledge);
+                left.extend::<Vec<_>>(unanswered);
+            }
             Err(failure) if failure.reach == Reach::Value && part.len() > 1 => {
                 let later = part.split_off(part.len() / 2);
                 parts.extend([later, part]);
@@ -305,6 +456,7 @@ async fn commit(writer: &mut impl Writer, batch: Vec<Operation>) {
                 .for_each(|operation| operation.refuse(failure.error())),
         }
     }
+    left
 }
 
 async fn close(

@@ -89,9 +89,11 @@
 
 mod any;
 mod clock;
-#[cfg(feature = "sqlite")]
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod group;
 mod memory;
+#[cfg(feature = "postgres")]
+mod postgres;
 pub(crate) mod protocol;
 #[cfg(feature = "sqlite")]
 mod sqlite;
@@ -101,6 +103,10 @@ use std::{fmt, future::Future, sync::Arc, time::Duration};
 use bytes::Bytes;
 use http::StatusCode;
 
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use self::group::Grouping;
+#[cfg(feature = "postgres")]
+pub use self::postgres::{PostgresStore, PostgresStoreOptions};
 #[cfg(feature = "sqlite")]
 pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
 pub use self::{

@@ -21,7 +21,7 @@ use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Clock, Completion, Counts, Inspect, Lifetimes,
     Settled, Store, StoreError, StoreErrorKind, Ticket,
     clock::WallClock,
-    group::{Complete, Failure, Operation, Queue, Reach, Release, Renew, Save},
+    group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save},
 };
 use crate::record::{Owner, Record, RecordId, Timestamp};
 
@@ -223,6 +223,11 @@ impl SqliteStore {
             max_records: None,
             clock: Arc::new(WallClock),
         }
+    }
+
+    /// How many operations have shared how many transactions so far.
+    pub fn grouping(&self) -> Grouping {
+        self.0.queue.grouping()
     }
 
     /// A connection of its own to read many rows, which would hold the writer up for too long.

@@ -1,0 +1,279 @@
+//! Statements and what becomes of them: one connection of the pool for each, tried again where that is
+//! safe, and refused at once while the server is out of reach.
+
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use sqlx::{
+    PgConnection, PgPool, Postgres, SqlStr,
+    pool::PoolConnection,
+    postgres::{PgArguments, PgRow},
+    query::Query,
+};
+
+use super::{
+    failure::{broke, judged, unavailable},
+    schema,
+    texts::Texts,
+};
+use crate::{
+    bounded::within,
+    record::Owner,
+    store::group::{Failure, Reach},
+};
+
+const MIN_BACK_OFF: Duration = Duration::from_millis(20);
+const MAX_BACK_OFF: Duration = Duration::from_secs(1);
+
+/// How often a statement is sent in all when its connections break. A pool may hold many connections to
+/// a server that has restarted since, and each of them is only found out by using it.
+const MAX_BROKEN: u32 = 64;
+
+/// How long a writer keeps its connection: while it is busy, and not so long that the pool could not
+/// end it when it is old.
+const KEEP: Duration = Duration::from_secs(1);
+
+/// One store instance: what handles and writers share.
+pub(super) struct Instance {
+    pub(super) pool: PgPool,
+    pub(super) owner: Owner,
+    pub(super) texts: Texts,
+    operation_timeout: Duration,
+    /// Whether statements begin a transaction of their own level, because the default of the database
+    /// would have them fail for their neighbours' sake.
+    begins_itself: AtomicBool,
+    /// Why nothing is sent at the moment.
+    outage: Mutex<Option<Failure>>,
+}
+
+/// Somebody who sends statements, one after the other.
+pub(super) struct Session {
+    pub(super) instance: Arc<Instance>,
+    /// A connection for the next statement, and when to give it back.
+    kept: Option<(PoolConnection<Postgres>, Instant)>,
+}
+
+pub(super) type Statement<'q> = Query<'q, Postgres, PgArguments>;
+
+/// What a statement answered, and whether it may have been carried out before.
+pub(super) struct Answered {
+    pub(super) rows: Vec<PgRow>,
+    pub(super) again: bool,
+}
+
+impl Session {
+    pub(super) fn new(instance: Arc<Instance>) -> Self {
+        Self {
+            instance,
+            kept: None,
+        }
+    }
+
+    /// Gives the connection back.
+    pub(super) fn rest(&mut self) {
+        self.kept = None;
+    }
+
+    /// Carries a statement out. It may be sent more than once, so what it does twice must be as if done
+    /// once.
+    pub(super) async fn run(
+        &mut self,
+        text: SqlStr,
+        bind: impl for<'q> Fn(Statement<'q>) -> Statement<'q>,
+    ) -> Result<Answered, Failure> {
+        let deadline = Instant::now() + self.instance.operation_timeout;
+        let mut again = false;
+        let mut attempts = 0;
+        loop {
+            if let Some(failure) = &*self.instance.outage() {
+                return Err(failure.clone());
+            }
+            attempts += 1;
+            let (failure, broke) = match self
+                .attempt(bind(sqlx::query(text.clone())), deadline)
+                .await
+            {
+                Ok(rows) => return Ok(Answered { rows, again }),
+                Err(failed) => failed,
+            };
+            let retry = match failure.reach {
+                Reach::Value => return Err(failure),
+                Reach::Lock => {
+                    self.instance.begins_itself.store(true, Ordering::Relaxed);
+                    // Whoever was in the way is not to be met again at once.
+                    tokio::time::sleep(Duration::from_millis(1 + rand::random::<u64>() % 8)).await;
+                    true
+                }
+                Reach::Connection => {
+                    again = true;
+                    broke && attempts < MAX_BROKEN
+                }
+            };
+            if !retry || Instant::now() >= deadline {
+                return Err(match failure.reach {
+                    Reach::Connection => self.instance.give_up(failure),
+                    _ => failure,
+                });
+            }
+        }
+    }
+
+    /// Once, on a connection of the pool. Tells with a failure whether it was the connection that broke.
+    async fn attempt(
+        &mut self,
+        statement: Statement<'_>,
+        deadline: Instant,
+    ) -> Result<Vec<PgRow>, (Failure, bool)> {
+        let (mut connection, until) = match self.kept.take() {
+            Some(kept) => kept,
+            None => {
+                let connection = self.instance.connection(deadline).await;
+                let connection = connection.map_err(|failure| (failure, false))?;
+                (connection, Instant::now() + KEEP)
+            }
+        };
+        let begin = self.instance.begins_itself.load(Ordering::Relaxed);
+        let rows = fetch(&mut connection, statement, begin);
+        let rows = within(deadline.saturating_duration_since(Instant::now()), rows).await;
+        let (failure, broke) = match rows {
+            Some(Ok(rows)) => {
+                self.keep(connection, until);
+                return Ok(rows);
+            }
+            Some(Err(error)) => {
+                let broke = broke(&error);
+                (judged(error), broke)
+            }
+            None => (
+                unavailable(
+                    "Postgres did not answer within operation_timeout; look for locks on the idempotency tables, or for a broken network",
+                ),
+                false,
+            ),
+        };
+        // A connection in the middle of something must not go back into the pool.
+        if begin || failure.reach == Reach::Connection {
+            connection.close_on_drop();
+        }
+        Err((failure, broke))
+    }
+
+    /// Going through the pool costs another round trip. It is saved as long as nobody waits for the
+    /// connection: there is an idle one, or room for a new one.
+    fn keep(&mut self, connection: PoolConnection<Postgres>, until: Instant) {
+        let pool = &self.instance.pool;
+        let spare = pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections();
+        if spare && Instant::now() < until {
+            self.kept = Some((connection, until));
+        }
+    }
+}
+
+impl Instance {
+    pub(super) fn new(
+        pool: PgPool,
+        texts: Texts,
+        operation_timeout: Duration,
+        begins_itself: bool,
+    ) -> Self {
+        Self {
+            pool,
+            owner: Owner::random(),
+            texts,
+            operation_timeout,
+            begins_itself: AtomicBool::new(begins_itself),
+            outage: Mutex::new(None),
+        }
+    }
+
+    async fn connection(&self, deadline: Instant) -> Result<PoolConnection<Postgres>, Failure> {
+        let patience = deadline.saturating_duration_since(Instant::now());
+        match within(patience, self.pool.acquire()).await {
+            Some(connection) => connection.map_err(judged),
+            None => Err(judged_timeout()),
+        }
+    }
+
+    fn outage(&self) -> MutexGuard<'_, Option<Failure>> {
+        self.outage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on everybody hears at once why nothing goes, until the server answers again.
+    fn give_up(self: &Arc<Self>, mut failure: Failure) -> Failure {
+        failure.reach = Reach::Connection;
+        let mut outage = self.outage();
+        if outage.is_none() {
+            tracing::warn!(kind = ?failure.kind, "Postgres is given up for now: {}", failure.message);
+            *outage = Some(failure.clone());
+            tokio::spawn(look_for_the_server(Arc::downgrade(self)));
+        }
+        failure
+    }
+
+    pub(super) async fn check(&self) -> Result<(), Failure> {
+        let deadline = Instant::now() + self.operation_timeout;
+        let mut connection = self.connection(deadline).await?;
+        let checked = schema::check(&mut connection, &self.texts);
+        let patience = deadline.saturating_duration_since(Instant::now());
+        let checked = within(patience, checked).await;
+        let checked = checked.unwrap_or_else(|| Err(judged_timeout()));
+        if checked.is_err() {
+            connection.close_on_drop();
+        }
+        checked.map(|_| ())
+    }
+}
+
+fn judged_timeout() -> Failure {
+    judged(sqlx::Error::PoolTimedOut)
+}
+
+/// All rows, to the very end of the answer: a statement outside a transaction is committed only after
+/// its last row was sent, and may still fail then.
+async fn fetch(
+    connection: &mut PgConnection,
+    statement: Statement<'_>,
+    begin: bool,
+) -> Result<Vec<PgRow>, sqlx::Error> {
+    if !begin {
+        return statement.fetch_all(connection).await;
+    }
+    sqlx::raw_sql("BEGIN ISOLATION LEVEL READ COMMITTED")
+        .execute(&mut *connection)
+        .await?;
+    let rows = statement.fetch_all(&mut *connection).await?;
+    sqlx::raw_sql("COMMIT").execute(connection).await?;
+    Ok(rows)
+}
+
+/// Asks in growing intervals, until the server is back with its tables, or nobody cares any more.
+async fn look_for_the_server(instance: Weak<Instance>) {
+    let mut back_off = MIN_BACK_OFF;
+    loop {
+        tokio::time::sleep(back_off).await;
+        back_off = (back_off * 2).min(MAX_BACK_OFF);
+        let Some(instance) = instance.upgrade() else {
+            return;
+        };
+        match instance.check().await {
+            Ok(()) => {
+                tracing::info!("Postgres is back");
+                *instance.outage() = None;
+                return;
+            }
+            Err(failure) => {
+                if let Some(outage) = &mut *instance.outage() {
+                    *outage = Failure {
+                        reach: Reach::Connection,
+                        ..failure
+                    };
+                }
+            }
+        }
+    }
+}

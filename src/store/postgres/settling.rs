@@ -1,0 +1,230 @@
+//! A batch of completions, releases and abandons in one statement.
+
+use std::{collections::HashSet, time::Duration};
+
+use sqlx::{Row, postgres::PgRow};
+
+use super::{
+    claims::damaged,
+    failure::judged,
+    rows::{interval, state_of},
+    session::{Answered, Session, Statement},
+};
+use crate::{
+    record::{RecordId, State},
+    store::{
+        Settled, StoreError, Ticket,
+        group::{Failure, MAX_OPERATIONS, Operation},
+    },
+};
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Complete = 1,
+    Release = 2,
+    Abandon = 3,
+}
+
+/// One row of the statement.
+struct Line<'a> {
+    /// Its place in the batch.
+    at: usize,
+    kind: Kind,
+    ticket: &'a Ticket,
+    status: Option<i16>,
+    response: Option<&'a [u8]>,
+    ttl: Option<Duration>,
+    response_ttl: Option<Duration>,
+}
+
+/// Settles what can be settled now. What stays without an answer is to be tried again: another session
+/// has locked the row, or the same record stands in the batch twice.
+pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
+    let mut lines = lines(batch);
+    // What the first one is, decides between the two statements.
+    let releases = matches!(batch.first(), Some(Operation::Release(_)));
+    lines.retain(|line| (line.kind == Kind::Release) == releases);
+    // All instances lock in one order.
+    lines.sort_by(|a, b| a.ticket.id.cmp(&b.ticket.id));
+    lines.truncate(MAX_OPERATIONS);
+    let answered = match releases {
+        true => release(session, &lines).await?,
+        false => settle(session, &lines).await?,
+    };
+    let held = held(&answered.rows, lines.len())?;
+    let missing: Vec<usize> = (0..lines.len()).filter(|at| held[*at].is_none()).collect();
+    let locked = match missing.is_empty() {
+        true => HashSet::new(),
+        false => standing(session, &lines, &missing).await?,
+    };
+    let mut answers = Vec::with_capacity(lines.len());
+    for (at, line) in lines.iter().enumerate() {
+        let settled = match held[at] {
+            Some(code) => match state_of(code) {
+                Some(state) => Ok(settled(line.kind, state)),
+                None => Err(damaged("unknown state".into())),
+            },
+            None if locked.contains(&at) => continue,
+            // When it was sent before, and the answer lost, it was this very release that took place.
+            None if answered.again && releases => Ok(Settled::Done),
+            None => Ok(Settled::Lost),
+        };
+        answers.push((line.at, settled));
+    }
+    for (at, settled) in answers {
+        answer(&mut batch[at], settled);
+    }
+    Ok(())
+}
+
+/// Contract 15–18, as in the protocol. The statement has changed the rows by the same rules.
+fn settled(kind: Kind, state: State) -> Settled {
+    match (kind, state) {
+        (_, State::Running | State::Abandoned)
+        | (Kind::Complete, State::Completed)
+        | (Kind::Release, State::Released) => Settled::Done,
+        _ => Settled::Lost,
+    }
+}
+
+fn answer(operation: &mut Operation, settled: Result<Settled, StoreError>) {
+    match operation {
+        Operation::Complete(asked) => asked.answer(settled),
+        Operation::Release(asked) => asked.answer(settled),
+        Operation::Abandon(asked) => asked.answer(settled),
+        _ => {}
+    }
+}
+
+/// The operations that nothing asked earlier of the same record stands before.
+fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
+    let mut passed: HashSet<&RecordId> = HashSet::new();
+    let mut lines = Vec::with_capacity(batch.len());
+    for (at, operation) in batch.iter().enumerate() {
+        let (id, line) = match operation {
+            Operation::Claim(asked) => (&asked.question.id, None),
+            Operation::Complete(asked) => {
+                let ticket = &asked.question.ticket;
+                let (done, lifetimes) = (&asked.question.done, asked.question.lifetimes);
+                let line = Line {
+                    status: i16::try_from(done.status.as_u16()).ok(),
+                    response: done.response.as_deref(),
+                    ttl: Some(lifetimes.ttl),
+                    response_ttl: lifetimes.response_ttl,
+                    ..Line::new(at, Kind::Complete, ticket)
+                };
+                (&ticket.id, Some(line))
+            }
+            Operation::Release(asked) => {
+                let ticket = &asked.question.ticket;
+                let line = Line {
+                    ttl: Some(asked.question.ttl),
+                    ..Line::new(at, Kind::Release, ticket)
+                };
+                (&ticket.id, Some(line))
+            }
+            Operation::Abandon(asked) => {
+                let ticket = &asked.question;
+                (&ticket.id, Some(Line::new(at, Kind::Abandon, ticket)))
+            }
+            _ => continue,
+        };
+        if passed.insert(id) {
+            lines.extend(line);
+        }
+    }
+    lines
+}
+
+impl<'a> Line<'a> {
+    fn new(at: usize, kind: Kind, ticket: &'a Ticket) -> Self {
+        Self {
+            at,
+            kind,
+            ticket,
+            status: None,
+            response: None,
+            ttl: None,
+            response_ttl: None,
+        }
+    }
+}
+
+fn each<'a, T>(lines: &'a [Line<'_>], of: impl Fn(&'a Line<'_>) -> T) -> Vec<T> {
+    lines.iter().map(of).collect()
+}
+
+/// Sends `settle.sql`.
+async fn settle(session: &mut Session, lines: &[Line<'_>]) -> Result<Answered, Failure> {
+    let text = session.instance.texts.settle.text(lines.len());
+    let answered = session.run(text, |query| {
+        bind_tickets(query, &each(lines, |line| line.ticket))
+            .bind(each(lines, |line| line.kind as i16))
+            .bind(each(lines, |line| line.status))
+            .bind(each(lines, |line| line.response))
+            .bind(each(lines, |line| line.ttl.map(interval)))
+            .bind(each(lines, |line| line.response_ttl.map(interval)))
+    });
+    answered.await
+}
+
+/// Sends `release.sql`.
+async fn release(session: &mut Session, lines: &[Line<'_>]) -> Result<Answered, Failure> {
+    let text = session.instance.texts.release.text(lines.len());
+    let answered = session.run(text, |query| {
+        bind_tickets(query, &each(lines, |line| line.ticket))
+            .bind(each(lines, |line| line.ttl.map(interval)))
+    });
+    answered.await
+}
+
+/// The state each record was found in under its token, where it was found.
+fn held(rows: &[PgRow], lines: usize) -> Result<Vec<Option<i16>>, Failure> {
+    let mut held = vec![None; lines];
+    for row in rows {
+        if let Some(held) = held.get_mut(place(row)?) {
+            *held = row.try_get(1).map_err(judged)?;
+        }
+    }
+    Ok(held)
+}
+
+/// Which of these lines still stand under their token, and so were only locked.
+async fn standing(
+    session: &mut Session,
+    lines: &[Line<'_>],
+    missing: &[usize],
+) -> Result<HashSet<usize>, Failure> {
+    let tickets: Vec<&Ticket> = missing.iter().map(|at| lines[*at].ticket).collect();
+    let text = session.instance.texts.standing.text(missing.len());
+    let answered = session
+        .run(text, |query| bind_tickets(query, &tickets))
+        .await?;
+    let mut standing = HashSet::new();
+    for row in &answered.rows {
+        standing.extend(missing.get(place(row)?));
+    }
+    Ok(standing)
+}
+
+pub(super) fn bind_tickets<'q>(query: Statement<'q>, tickets: &[&Ticket]) -> Statement<'q> {
+    let scopes: Vec<&[u8]> = tickets
+        .iter()
+        .map(|ticket| ticket.id.scope.as_bytes())
+        .collect();
+    let keys: Vec<&[u8]> = tickets
+        .iter()
+        .map(|ticket| ticket.id.key.as_bytes())
+        .collect();
+    let tokens: Vec<[u8; 16]> = tickets
+        .iter()
+        .map(|ticket| *ticket.token.as_bytes())
+        .collect();
+    query.bind(scopes).bind(keys).bind(tokens)
+}
+
+/// The place of a row in the arrays, from its first column.
+pub(super) fn place(row: &PgRow) -> Result<usize, Failure> {
+    let ord: i64 = row.try_get(0).map_err(judged)?;
+    Ok(usize::try_from(ord - 1).unwrap_or(usize::MAX))
+}
