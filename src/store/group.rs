@@ -477,3 +477,7 @@ async fn close(
         operation.refuse(closed());
     }
 }
+
+#[cfg(test)]
+#[path = "group_tests.rs"]
+mod tests;

@@ -25,10 +25,11 @@ WITH wanted AS MATERIALIZED (
         scope, key, scheme, fingerprint, token, owner, attempt, mode, state,
         created, lease_until, run_until, expires, request_id
     )
-    SELECT scope, key, scheme, fingerprint, token, $1, 1, mode, 1, clock_timestamp(),
-        clock_timestamp() + lease, clock_timestamp() + max_run, clock_timestamp() + expires_after,
-        request_id
-    FROM wanted WHERE ord NOT IN (SELECT ord FROM seen)
+    SELECT scope, key, scheme, fingerprint, token, $1, 1, mode, 1,
+        now, now + lease, now + max_run, now + expires_after, request_id
+    FROM (
+        SELECT *, clock_timestamp() AS now FROM wanted WHERE ord NOT IN (SELECT ord FROM seen)
+    ) new
     ON CONFLICT (scope, key) DO NOTHING
     RETURNING token
 )

@@ -21,6 +21,9 @@ use crate::{
 
 type Asking = Asked<ClaimRequest, Claim>;
 
+/// The outcome of a claim whose acknowledgement was lost.
+const WON_AGAIN: i32 = 5;
+
 /// Answers the claims that can be answered now. Who stays without an answer is to ask again: the record
 /// is in somebody else's hands this very moment.
 pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
@@ -67,6 +70,9 @@ fn claims(batch: &mut [Operation]) -> Vec<&mut Asking> {
             Operation::Claim(asked) if !passed.contains(&asked.question.id) => claims.push(asked),
             Operation::Release(asked) => {
                 passed.insert(asked.question.ticket.id.clone());
+            }
+            Operation::Forget(asked) => {
+                passed.insert(asked.question.clone());
             }
             _ => {}
         }
@@ -142,21 +148,28 @@ fn answer_group(group: &mut [&mut Asking], row: &PgRow) -> Result<(), Failure> {
     };
     if let Ok(claim) = &claim {
         let won = match claim {
-            Claim::Won(ticket) => Some(held(&first.question, ticket, row)?),
+            Claim::Won(ticket) => held(&first.question, ticket, row)?,
             _ => None,
         };
         for other in others {
-            if let Some(claim) = after(claim, won.as_ref(), &other.question) {
-                other.answer(Ok(claim));
-            }
+            // Those behind one that the database has to decide come after it.
+            let Some(claim) = after(claim, won.as_ref(), &other.question) else {
+                break;
+            };
+            other.answer(Ok(claim));
         }
     }
     first.answer(claim);
     Ok(())
 }
 
-/// What the others are told of the claim that was just won.
-fn held(request: &ClaimRequest, ticket: &Ticket, row: &PgRow) -> Result<Held, Failure> {
+/// What the others are told of the claim that was just won; `None` when that is for the database to say.
+fn held(request: &ClaimRequest, ticket: &Ticket, row: &PgRow) -> Result<Option<Held>, Failure> {
+    let outcome: i32 = row.try_get(COLUMNS + 1).map_err(judged)?;
+    // What the record holds was brought by an earlier request, or it may be abandoned already.
+    if outcome == WON_AGAIN || request.lease.is_zero() || request.max_run.is_zero() {
+        return Ok(None);
+    }
     // A record taken over keeps its first request's id; a new one has this one's.
     let request_id = match row.try_get::<Option<i64>, _>(COLUMNS).map_err(judged)? {
         Some(_) => {
@@ -165,7 +178,7 @@ fn held(request: &ClaimRequest, ticket: &Ticket, row: &PgRow) -> Result<Held, Fa
         }
         None => request.request_id.clone(),
     };
-    Ok(Held {
+    Ok(Some(Held {
         token: ticket.token,
         scheme: request.scheme.clone(),
         fingerprint: request.fingerprint,
@@ -173,7 +186,7 @@ fn held(request: &ClaimRequest, ticket: &Ticket, row: &PgRow) -> Result<Held, Fa
         mode: request.mode,
         request_id,
         released: false,
-    })
+    }))
 }
 
 /// What the row says; `None` when it says to ask again.
@@ -185,7 +198,7 @@ fn decided(
     if outcome == 0 {
         return Ok(None);
     }
-    if outcome == 1 {
+    if outcome == 1 || outcome == WON_AGAIN {
         let attempt: i32 = row.try_get(4).map_err(judged)?;
         let ticket = Ticket {
             id: request.id.clone(),

@@ -5,8 +5,9 @@ WITH held AS MATERIALIZED (
         SELECT FROM idempotency_checkpoints c
         WHERE c.scope = w.scope AND c.key = w.key AND c.created = r.created
     ) AS saved
-    FROM unnest($1::bytea[], $2::bytea[], $3::bytea[], $4::interval[])
-        WITH ORDINALITY AS w (scope, key, token, ttl, ord)
+    FROM unnest(
+        $1::bytea[], $2::bytea[], $3::bytea[], $4::interval[]
+    ) WITH ORDINALITY AS w (scope, key, token, ttl, ord)
     JOIN idempotency_records r ON r.scope = w.scope AND r.key = w.key
     WHERE r.token = w.token
     ORDER BY w.ord FOR UPDATE OF r SKIP LOCKED

@@ -103,6 +103,7 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
     for (at, operation) in batch.iter().enumerate() {
         let (id, line) = match operation {
             Operation::Claim(asked) => (&asked.question.id, None),
+            Operation::Forget(asked) => (&asked.question, None),
             Operation::Complete(asked) => {
                 let ticket = &asked.question.ticket;
                 let (done, lifetimes) = (&asked.question.done, asked.question.lifetimes);

@@ -12,7 +12,7 @@ WITH clock AS MATERIALIZED (
         request_id, lease, max_run, expires_after, ord
     )
 ), seen AS MATERIALIZED ( -- What the snapshot shows; takes no lock.
-    SELECT w.ord, w.replaces, r.*,
+    SELECT w.ord, w.token AS claim, w.replaces, r.*,
         coalesce(r.expires <= clock.now, false) AS expired,
         r.state IN (3, 4) OR r.state = 1 AND (r.run_until <= clock.now OR r.lease_until <= clock.now AND NOT EXISTS (
             SELECT FROM idempotency_owners o WHERE o.owner = r.owner AND o.alive_until > clock.now
@@ -21,7 +21,7 @@ WITH clock AS MATERIALIZED (
 ), free AS MATERIALIZED ( -- Rows to take, locked, without those somebody else has locked.
     SELECT s.ord, r.scope, r.key, coalesce(r.expires <= clock.now, false) AS expired
     FROM seen s CROSS JOIN clock JOIN idempotency_records r ON r.scope = s.scope AND r.key = s.key
-    WHERE (s.expired OR s.claimable AND s.token = s.replaces)
+    WHERE (s.expired OR s.claimable AND s.token = s.replaces AND NOT (s.state = 1 AND s.token = s.claim))
         -- Asked again of the locked row: since the snapshot it may have been completed, or taken.
         AND (r.expires <= clock.now OR r.token = s.replaces AND (
             r.state IN (3, 4) OR r.state = 1 AND (r.run_until <= clock.now OR r.lease_until <= clock.now AND NOT EXISTS (
@@ -58,13 +58,12 @@ WITH clock AS MATERIALIZED (
     ON CONFLICT (scope, key) DO NOTHING
     RETURNING scope, key, token
 ), again AS MATERIALIZED ( -- Claims sent again, whose acknowledgement was lost.
-    SELECT s.ord, w.lease, s.attempt, s.request_id FROM seen s JOIN wanted w USING (ord)
-    WHERE s.state = 1 AND s.token = w.token AND NOT s.expired
+    SELECT s.ord, w.lease FROM seen s JOIN wanted w USING (ord)
+    WHERE s.state = 1 AND s.token = s.claim AND NOT s.expired
 ), won AS (
     SELECT w.ord, 1 AS attempt, w.request_id
     FROM made m JOIN wanted w ON w.token = m.token AND w.key = m.key AND w.scope = m.scope
     UNION ALL SELECT ord, attempt, request_id FROM took
-    UNION ALL SELECT ord, attempt, request_id FROM again
 ), alive AS ( -- Their lease is counted from now, without a lock on the record.
     INSERT INTO idempotency_owners AS o (owner, alive_until)
     SELECT $1, clock_timestamp() + max(lease) FROM again HAVING count(*) > 0
@@ -79,6 +78,7 @@ SELECT
     w.ord,
     CASE
         WHEN o.ord IS NOT NULL THEN 1 -- won
+        WHEN a.ord IS NOT NULL THEN 5 -- won again
         WHEN s.ord IS NULL OR s.expired THEN 0 -- to be asked again: somebody else is at it
         WHEN s.state = 2 THEN 3 -- completed
         WHEN NOT s.claimable THEN 2 -- in flight
@@ -86,3 +86,4 @@ SELECT
         ELSE 4 -- abandoned
     END AS outcome
 FROM wanted w CROSS JOIN clock LEFT JOIN seen s USING (ord) LEFT JOIN won o USING (ord)
+LEFT JOIN again a USING (ord)

@@ -56,12 +56,18 @@ FROM idempotency_records r
 WHERE r.scope = $1 AND r.key = $2 AND (r.expires IS NULL OR r.expires > clock_timestamp())"
 );
 
-const FORGET: &str = "WITH gone AS (
-    DELETE FROM idempotency_records WHERE scope = $1 AND key = $2 RETURNING expires
+/// Whether there is a record, whether it was free to be removed, and whether it was live.
+const FORGET: &str = "WITH held AS MATERIALIZED (
+    SELECT scope, key, expires FROM idempotency_records
+    WHERE scope = $1 AND key = $2 FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM idempotency_records r USING held h WHERE r.scope = h.scope AND r.key = h.key
 ), cleared AS (
-    DELETE FROM idempotency_checkpoints WHERE scope = $1 AND key = $2
+    DELETE FROM idempotency_checkpoints c USING held h WHERE c.scope = h.scope AND c.key = h.key
 )
-SELECT FROM gone WHERE expires IS NULL OR expires > clock_timestamp()";
+SELECT h.key IS NOT NULL AS held, h.expires IS NULL OR h.expires > clock_timestamp() AS live
+FROM idempotency_records r LEFT JOIN held h ON true
+WHERE r.scope = $1 AND r.key = $2";
 
 /// `$6` is whether name and value are within the limits. Share-locked, so that nobody takes the record
 /// over meanwhile, and the row stays as it is for whoever completes it.

@@ -2,22 +2,28 @@
 
 use std::time::Duration;
 
+use sqlx::Row;
+
 use super::{
-    claims,
+    bind_id, claims,
+    failure::judged,
     rows::interval,
     session::Session,
     settling::{self, bind_tickets, place},
 };
-use crate::store::{
-    Settled, StoreError, StoreErrorKind, Ticket,
-    group::{Failure, Operation, Renew, Writer},
+use crate::{
+    record::RecordId,
+    store::{
+        Settled, StoreError, StoreErrorKind, Ticket,
+        group::{Failure, Operation, Renew, Writer},
+    },
 };
 
 /// How long an operation is tried again while another session keeps its row locked.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 pub(super) enum PostgresWriter {
-    /// Writes claims, and releases: these stand in the same queue, so none overtakes the claim it undoes.
+    /// Writes claims, and what may undo one: in one queue, so that it never overtakes the claim.
     Claims(Session),
     /// Writes what ends a run, and heartbeats.
     Settling(Session),
@@ -34,6 +40,11 @@ impl Writer for PostgresWriter {
             Some(Operation::Renew(asked)) => {
                 let held = renew(session, &asked.question).await?;
                 asked.answer(Ok(held));
+            }
+            Some(Operation::Forget(asked)) => {
+                if let Some(forgotten) = forget(session, &asked.question).await? {
+                    asked.answer(Ok(forgotten));
+                }
             }
             Some(_) => settling::run(session, batch).await?,
             None => {}
@@ -68,6 +79,19 @@ fn give_up_waiting(operation: &mut Operation) {
     if operation.waits_for() >= Some(PATIENCE) {
         operation.answer_error(locked());
     }
+}
+
+/// Whether there was a live record; `None` while somebody else has it locked.
+async fn forget(session: &mut Session, id: &RecordId) -> Result<Option<bool>, Failure> {
+    let text = session.instance.texts.forget.clone();
+    let answered = session.run(text, |query| bind_id(query, id)).await?;
+    let Some(row) = answered.rows.first() else {
+        // When it was sent before, and the answer lost, it was this very one that took place.
+        return Ok(Some(answered.again));
+    };
+    let held: bool = row.try_get(0).map_err(judged)?;
+    let live: bool = row.try_get(1).map_err(judged)?;
+    Ok(held.then_some(live))
 }
 
 async fn renew(session: &mut Session, renew: &Renew) -> Result<Vec<Settled>, Failure> {

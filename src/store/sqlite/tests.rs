@@ -1,5 +1,5 @@
 //! The file, the writer and what goes wrong with them. That the store keeps the contract is for the
-//! conformance suite; that it agrees with the protocol, for `agreement`.
+//! conformance suite; that it agrees with the protocol, for `tests/agreement.rs`.
 
 use std::{
     fs,
@@ -20,7 +20,6 @@ use tokio::task::JoinSet;
 use super::*;
 use crate::{IdempotencyKey, Scope, record::Fingerprint};
 
-mod agreement;
 #[cfg(feature = "testing")]
 mod conformance;
 

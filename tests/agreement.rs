@@ -1,17 +1,29 @@
-//! Random sequences of operations by two instances: every answer of the SQLite store must be the
+//! Random sequences of operations by two instances: every answer of an SQL store must be the
 //! protocol's, which the memory store runs directly.
+
+mod support;
 
 use std::{
     future::Future,
     task::{Context, Poll, Waker},
+    time::Duration,
 };
 
-use super::*;
-use crate::{
-    MemoryStore,
-    record::{Mode, Token},
-    store::MemoryStoreOptions,
+use axum::http::StatusCode;
+use bytes::Bytes;
+use support::{TestStore, World};
+use tower_idempotency::{
+    Fingerprint, IdempotencyKey, MemoryStore, Mode, Owner, Record, RecordId, Scope, Token,
+    store::{
+        Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
+        Settled, Store, StoreErrorKind, Ticket,
+    },
 };
+
+fn request(key: &str) -> ClaimRequest {
+    let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
+    ClaimRequest::new(id, "random", Fingerprint::from_bytes([0; 32]))
+}
 
 /// SplitMix64 (Steele, Lea, Flood 2014): enough to choose steps by, and the same everywhere.
 struct Dice(u64);
@@ -237,7 +249,7 @@ impl Game {
 }
 
 /// Queues all steps before it waits for the first answer, so that they share transactions.
-async fn carry_out_together(store: &SqliteStore, steps: Vec<Step>) -> Vec<Answer> {
+async fn carry_out_together(store: &TestStore, steps: Vec<Step>) -> Vec<Answer> {
     let mut running = Vec::new();
     for step in steps {
         let mut answer = Box::pin(carry_out(store, step));
@@ -256,60 +268,126 @@ async fn carry_out_together(store: &SqliteStore, steps: Vec<Step>) -> Vec<Answer
     done
 }
 
-async fn play(seed: u64, memory: &[MemoryStore; 2], sqlite: &[SqliteStore; 2], hand: &Hand) {
+/// Which steps are sent together, one after the other has to decide them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Together {
+    /// Whatever they are: one writer carries them out in their order.
+    All,
+    /// Claims on one key. Others share a statement too, but which of them was decided first is
+    /// nobody's business.
+    ClaimsOnOneKey,
+}
+
+impl Together {
+    fn may_join(self, steps: &[Step], next: &Step) -> bool {
+        let Some(first) = steps.first() else {
+            return true;
+        };
+        match (self, first, next) {
+            (_, _, Step::Counts | Step::Abandoned(..)) => false,
+            (_, Step::Counts | Step::Abandoned(..), _) => false,
+            (Self::All, ..) => true,
+            (Self::ClaimsOnOneKey, Step::Claim(first), Step::Claim(next)) => first.id == next.id,
+            (Self::ClaimsOnOneKey, ..) => false,
+        }
+    }
+}
+
+/// Steps that were carried out in memory, to be carried out by the other store together.
+struct Group<'a> {
+    seed: u64,
+    store: &'a TestStore,
+    together: Together,
+    steps: Vec<Step>,
+    expected: Vec<Answer>,
+}
+
+impl Group<'_> {
+    async fn check(&mut self) {
+        let seed = self.seed;
+        let answers = carry_out_together(self.store, self.steps.clone()).await;
+        let steps = self.steps.drain(..).zip(answers);
+        let mut leases = Vec::new();
+        for ((step, answer), expected) in steps.zip(self.expected.drain(..)) {
+            assert_eq!(answer, expected, "seed {seed}: {step:?}");
+            if let (Step::Claim(claim), Answer::Claim(Claim::Won(_))) = (step, answer) {
+                leases.push(claim.lease);
+            }
+        }
+        if self.together == Together::ClaimsOnOneKey {
+            // A claim is believed alive for its lease. Whether the older claims of its instance are so
+            // too, as they are after a renewal, is left to the store.
+            for lease in leases {
+                self.store.renew(&[], lease).await.unwrap();
+            }
+        }
+    }
+}
+
+async fn play(
+    seed: u64,
+    world: &World,
+    memory: &[MemoryStore; 2],
+    stores: &[TestStore; 2],
+    together: Together,
+) {
     let mut game = Game::new(seed);
     for _ in 0..14 {
-        hand.advance(game.dice.duration() - Duration::from_millis(1));
+        let by = game.dice.duration() - Duration::from_millis(1);
+        world.clock.advance(by);
         let at = game.dice.roll(2);
+        let (memory, store) = (&memory[at], &stores[at]);
         if game.tidy {
             let purge = Step::Purge(usize::MAX);
-            let expected = carry_out(&memory[at], purge.clone()).await;
-            assert_eq!(carry_out(&sqlite[at], purge).await, expected, "seed {seed}");
+            let expected = carry_out(memory, purge.clone()).await;
+            assert_eq!(carry_out(store, purge).await, expected, "seed {seed}");
         }
-        let (mut steps, mut expected) = (Vec::new(), Vec::new());
+        let mut group = Group {
+            seed,
+            store,
+            together,
+            steps: Vec::new(),
+            expected: Vec::new(),
+        };
         for _ in 0..=game.dice.roll(8) {
             let step = game.step();
-            if !game.is_fair(&step, &memory[at]).await {
+            if !game.is_fair(&step, memory).await {
                 continue;
             }
-            let alone = matches!(step, Step::Counts | Step::Abandoned(..));
-            if alone && !steps.is_empty() {
-                break;
+            if !together.may_join(&group.steps, &step) {
+                group.check().await;
             }
-            let answer = carry_out(&memory[at], step.clone()).await;
+            let answer = carry_out(memory, step.clone()).await;
             game.learn(&answer);
-            steps.push(step);
-            expected.push(answer);
-            if alone {
-                break;
-            }
+            group.steps.push(step);
+            group.expected.push(answer);
         }
-        let answers = carry_out_together(&sqlite[at], steps.clone()).await;
-        for ((step, answer), expected) in steps.iter().zip(answers).zip(expected) {
-            assert_eq!(answer, expected, "seed {seed}: {step:?}");
-        }
+        group.check().await;
     }
     for id in &game.ids {
         memory[0].forget(id).await.unwrap();
-        sqlite[0].forget(id).await.unwrap();
+        stores[0].forget(id).await.unwrap();
+    }
+}
+
+async fn every_answer_is_the_protocols(world: impl Fn() -> World, together: Together) {
+    for start in 0..8 {
+        let world = world();
+        let memory = MemoryStore::options().clock(world.clock.clone()).build();
+        let memory = [memory.clone(), memory.instance()];
+        let stores = [world.open().await, world.open().await];
+        for seed in start * 32..(start + 1) * 32 {
+            play(seed, &world, &memory, &stores, together).await;
+        }
     }
 }
 
 #[tokio::test]
-async fn every_answer_is_the_protocols() {
-    for start in 0..8 {
-        let (_directory, path) = place();
-        let hand = Hand::default();
-        let memory: MemoryStoreOptions = MemoryStore::options().clock(hand.clone());
-        let memory = memory.build();
-        let memory = [memory.clone(), memory.instance()];
-        let options = SqliteStore::options(&path).clock(hand.clone());
-        let sqlite = [
-            options.clone().open().await.unwrap(),
-            options.open().await.unwrap(),
-        ];
-        for seed in start * 32..(start + 1) * 32 {
-            play(seed, &memory, &sqlite, &hand).await;
-        }
-    }
+async fn every_answer_of_sqlite_is_the_protocols() {
+    every_answer_is_the_protocols(World::sqlite, Together::All).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_answer_of_postgres_is_the_protocols() {
+    every_answer_is_the_protocols(World::postgres, Together::ClaimsOnOneKey).await;
 }

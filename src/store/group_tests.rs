@@ -1,0 +1,136 @@
+//! The queue, with a writer that does as it is told.
+
+use std::sync::Mutex;
+
+use super::*;
+use crate::{Fingerprint, IdempotencyKey, Scope};
+
+/// What the writer was given, batch by batch, and which keys it leaves without an answer how often.
+#[derive(Default)]
+struct Script {
+    batches: Vec<Vec<String>>,
+    locked: Vec<(String, usize)>,
+    closed: bool,
+}
+
+#[derive(Clone, Default)]
+struct Scripted(Arc<Mutex<Script>>);
+
+impl Scripted {
+    fn lock(self, key: &str, times: usize) -> Self {
+        self.0.lock().unwrap().locked.push((key.to_owned(), times));
+        self
+    }
+
+    fn batches(&self) -> Vec<Vec<String>> {
+        self.0.lock().unwrap().batches.clone()
+    }
+}
+
+impl Writer for Scripted {
+    async fn commit(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
+        // So that what is sent meanwhile queues up.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        let mut script = self.0.lock().unwrap();
+        let mut keys = Vec::new();
+        for operation in batch {
+            let Operation::Claim(asked) = operation else {
+                continue;
+            };
+            let key = String::from_utf8(asked.question.id.key.as_bytes().to_vec()).unwrap();
+            keys.push(key.clone());
+            let locked = script
+                .locked
+                .iter_mut()
+                .find(|(locked, times)| *locked == key && *times > 0);
+            match locked {
+                Some((_, times)) => *times -= 1,
+                None => {
+                    let ticket = asked.question.ticket(1);
+                    asked.answer(Ok(Claim::Won(ticket)));
+                }
+            }
+        }
+        script.batches.push(keys);
+        Ok(())
+    }
+
+    async fn close(self) -> Result<(), Failure> {
+        self.0.lock().unwrap().closed = true;
+        Ok(())
+    }
+}
+
+fn request(key: &str) -> ClaimRequest {
+    let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
+    ClaimRequest::new(id, "test", Fingerprint::from_bytes([0; 32]))
+}
+
+async fn claim(queue: &Queue, key: &str) -> Claim {
+    queue.ask(Operation::Claim, request(key)).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_operation_without_an_answer_is_tried_again_before_newer_ones_and_delays_nobody() {
+    let writer = Scripted::default().lock("locked", 3);
+    let queue = Queue::start(writer.clone());
+    let all = async {
+        tokio::join!(claim(&queue, "locked"), claim(&queue, "free"), async {
+            claim(&queue, "first").await;
+            claim(&queue, "second").await
+        })
+    };
+    tokio::time::timeout(Duration::from_secs(5), all)
+        .await
+        .unwrap();
+    let batches = writer.batches();
+    assert_eq!(batches[0], ["locked", "free", "first"]);
+    assert_eq!(batches[1], ["locked"]);
+    assert_eq!(
+        batches[2],
+        ["locked", "second"],
+        "the older one comes first"
+    );
+    assert_eq!(batches[3..], [["locked"]]);
+    let grouping = queue.grouping();
+    assert_eq!(
+        (grouping.operations, grouping.batches, grouping.largest),
+        (4, 3, 2)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_operation_that_stays_without_an_answer_rests_longer_and_longer() {
+    let writer = Scripted::default().lock("locked", 100);
+    let queue = Queue::start(writer.clone());
+    let patience = Duration::from_secs(1);
+    let waited = tokio::time::timeout(patience, claim(&queue, "locked")).await;
+    assert!(waited.is_err(), "it was locked for longer");
+    // 10 ms each, and rests of up to 50 ms between.
+    let tried = writer.batches().len();
+    assert!((15..=25).contains(&tried), "{tried} times");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_whose_caller_has_gone_is_not_tried_again() {
+    let writer = Scripted::default().lock("locked", 100);
+    let queue = Queue::start(writer.clone());
+    let waited = tokio::time::timeout(Duration::from_millis(15), claim(&queue, "locked")).await;
+    assert!(waited.is_err());
+    claim(&queue, "another").await;
+    let tried = writer.batches().len();
+    claim(&queue, "yet another").await;
+    assert_eq!(writer.batches()[tried..], [["yet another"]]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn closing_waits_for_what_was_asked_before() {
+    let writer = Scripted::default().lock("locked", 3);
+    let queue = Queue::start(writer.clone());
+    let (claimed, closed) = tokio::join!(claim(&queue, "locked"), queue.close());
+    assert!(matches!(claimed, Claim::Won(_)));
+    closed.unwrap();
+    assert!(writer.0.lock().unwrap().closed);
+    let refused = queue.ask(Operation::Claim, request("late")).await;
+    assert_eq!(refused.unwrap_err().kind(), StoreErrorKind::Closed);
+}
