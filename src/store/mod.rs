@@ -80,8 +80,8 @@
 //!     survives a crash as far as the store promises durability.
 //! 30. Dropping the future of an operation never breaks the store or another operation. The
 //!     operation itself may or may not have happened; its token settles which.
-//!     An operation sent after that is decided after it: a `release` sent to undo a dropped claim
-//!     is never overtaken by it.
+//!     A `release` or `forget` sent after that is decided after it: a claim it is to undo never
+//!     overtakes it.
 //! 31. After `close` every operation answers [`StoreErrorKind::Closed`], and this instance's lease
 //!     is given up: claims it left running count as abandoned at once.
 //!

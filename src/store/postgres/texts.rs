@@ -91,26 +91,32 @@ LEFT JOIN idempotency_checkpoints c
     ON c.scope = r.scope AND c.key = r.key AND c.created = r.created
 WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 ORDER BY c.ord";
 
-/// Reads the time once, in a subquery: with a volatile function in its place no index could be used.
-const PURGE_RECORDS: &str = "WITH due AS MATERIALIZED (
-    SELECT scope, key FROM idempotency_records
-    WHERE expires <= (SELECT clock_timestamp()) ORDER BY expires LIMIT $1 FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM idempotency_records r USING due d WHERE r.scope = d.scope AND r.key = d.key
+/// By `ctid`, because the number of rows is not known when the statement is planned, and a plan for very
+/// many would read the whole table. The rows are asked again whether they are over, since in a
+/// partitioned table one `ctid` names several. The time is read in a subquery: with a volatile function
+/// in its place no index could be used.
+const PURGE_RECORDS: &str = "WITH gone AS (
+    DELETE FROM idempotency_records
+    WHERE ctid = ANY (ARRAY (
+        SELECT ctid FROM idempotency_records
+        WHERE expires <= (SELECT clock_timestamp()) ORDER BY expires LIMIT $1 FOR UPDATE SKIP LOCKED
+    )) AND expires <= clock_timestamp()
+    RETURNING scope, key
 ), cleared AS (
-    DELETE FROM idempotency_checkpoints c USING due d WHERE c.scope = d.scope AND c.key = d.key
+    DELETE FROM idempotency_checkpoints c USING gone g WHERE c.scope = g.scope AND c.key = g.key
 )
-SELECT count(*) FROM due";
+SELECT count(*) FROM gone";
 
-const PURGE_RESPONSES: &str = "WITH due AS MATERIALIZED (
-    SELECT scope, key FROM idempotency_records
-    WHERE response_expires <= (SELECT clock_timestamp()) AND response IS NOT NULL
-    ORDER BY response_expires LIMIT $1 FOR UPDATE SKIP LOCKED
-), emptied AS (
-    UPDATE idempotency_records r SET response = NULL
-    FROM due d WHERE r.scope = d.scope AND r.key = d.key
+const PURGE_RESPONSES: &str = "WITH emptied AS (
+    UPDATE idempotency_records SET response = NULL
+    WHERE ctid = ANY (ARRAY (
+        SELECT ctid FROM idempotency_records
+        WHERE response_expires <= (SELECT clock_timestamp()) AND response IS NOT NULL
+        ORDER BY response_expires LIMIT $1 FOR UPDATE SKIP LOCKED
+    )) AND response_expires <= clock_timestamp()
+    RETURNING 1
 )
-SELECT count(*) FROM due";
+SELECT count(*) FROM emptied";
 
 const PURGE_OWNERS: &str = "DELETE FROM idempotency_owners o USING (
     SELECT owner FROM idempotency_owners
