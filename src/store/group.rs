@@ -12,8 +12,11 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
+
+#[cfg(feature = "postgres")]
+use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
@@ -46,6 +49,7 @@ const IDLE: Duration = Duration::from_millis(20);
 pub(crate) struct Asked<Q, A> {
     pub(crate) question: Q,
     answer: Option<Result<A, StoreError>>,
+    #[cfg(feature = "postgres")]
     since: Instant,
     caller: oneshot::Sender<Result<A, StoreError>>,
 }
@@ -312,6 +316,7 @@ impl Queue {
         let asked = Asked {
             question,
             answer: None,
+            #[cfg(feature = "postgres")]
             since: Instant::now(),
             caller,
         };

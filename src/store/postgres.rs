@@ -25,6 +25,7 @@ use super::{
 use crate::record::{Record, RecordId, Timestamp};
 
 mod claims;
+mod doubts;
 mod failure;
 mod rows;
 mod schema;

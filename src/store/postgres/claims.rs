@@ -112,7 +112,17 @@ async fn ask(
                     Some(interval(claim.max_run.saturating_add(ttl)))
                 }))
         })
-        .await?;
+        .await;
+    let answered = match answered {
+        Ok(answered) => answered,
+        Err(failure) => {
+            if session.sent {
+                let tokens = requests.iter().map(|claim| claim.token);
+                session.instance.doubts().add(tokens);
+            }
+            return Err(failure);
+        }
+    };
     Ok(answered.rows)
 }
 

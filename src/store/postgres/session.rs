@@ -17,6 +17,7 @@ use sqlx::{
 };
 
 use super::{
+    doubts::Doubts,
     failure::{broke, judged, unavailable},
     schema,
     texts::Texts,
@@ -49,6 +50,7 @@ pub(super) struct Instance {
     begins_itself: AtomicBool,
     /// Why nothing is sent at the moment.
     outage: Mutex<Option<Failure>>,
+    doubts: Mutex<Doubts>,
 }
 
 /// Somebody who sends statements, one after the other.
@@ -56,6 +58,8 @@ pub(super) struct Session {
     pub(super) instance: Arc<Instance>,
     /// A connection for the next statement, and when to give it back.
     kept: Option<(PoolConnection<Postgres>, Instant)>,
+    /// Whether the last statement, if it failed, may have been carried out all the same, or may yet be.
+    pub(super) sent: bool,
 }
 
 pub(super) type Statement<'q> = Query<'q, Postgres, PgArguments>;
@@ -71,6 +75,7 @@ impl Session {
         Self {
             instance,
             kept: None,
+            sent: false,
         }
     }
 
@@ -89,6 +94,7 @@ impl Session {
         let deadline = Instant::now() + self.instance.operation_timeout;
         let mut again = false;
         let mut attempts = 0;
+        self.sent = false;
         loop {
             if let Some(failure) = &*self.instance.outage() {
                 return Err(failure.clone());
@@ -156,9 +162,9 @@ impl Session {
                 false,
             ),
         };
-        // A connection in the middle of something must not go back into the pool.
+        self.sent = true;
         if begin || failure.reach == Reach::Connection {
-            connection.close_on_drop();
+            discard(connection);
         }
         Err((failure, broke))
     }
@@ -188,6 +194,7 @@ impl Instance {
             operation_timeout,
             begins_itself: AtomicBool::new(begins_itself),
             outage: Mutex::new(None),
+            doubts: Mutex::default(),
         }
     }
 
@@ -197,6 +204,10 @@ impl Instance {
             Some(connection) => connection.map_err(judged),
             None => Err(judged_timeout()),
         }
+    }
+
+    pub(super) fn doubts(&self) -> MutexGuard<'_, Doubts> {
+        self.doubts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn outage(&self) -> MutexGuard<'_, Option<Failure>> {
@@ -223,10 +234,16 @@ impl Instance {
         let checked = within(patience, checked).await;
         let checked = checked.unwrap_or_else(|| Err(judged_timeout()));
         if checked.is_err() {
-            connection.close_on_drop();
+            discard(connection);
         }
         checked.map(|_| ())
     }
+}
+
+/// A connection in the middle of something must not go back into the pool. It is cut and not closed in
+/// good order, which would keep its place in the pool for as long as the network hangs.
+fn discard(connection: PoolConnection<Postgres>) {
+    drop(connection.detach());
 }
 
 fn judged_timeout() -> Failure {

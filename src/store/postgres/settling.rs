@@ -6,6 +6,7 @@ use sqlx::{Row, postgres::PgRow};
 
 use super::{
     claims::damaged,
+    doubts,
     failure::judged,
     rows::{interval, state_of},
     session::{Answered, Session, Statement},
@@ -38,12 +39,21 @@ struct Line<'a> {
 }
 
 /// Settles what can be settled now. What stays without an answer is to be tried again: another session
-/// has locked the row, or the same record stands in the batch twice.
+/// has locked the row, the same record stands in the batch twice, or a claim that is to be released may
+/// yet come to be.
 pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
     let mut lines = lines(batch);
     // What the first one is, decides between the two statements.
     let releases = matches!(batch.first(), Some(Operation::Release(_)));
     lines.retain(|line| (line.kind == Kind::Release) == releases);
+    if releases {
+        let tokens = lines.iter().map(|line| line.ticket.token);
+        let open = doubts::open(session, tokens).await?;
+        lines.retain(|line| !open.contains(&line.ticket.token));
+        if lines.is_empty() {
+            return Ok(());
+        }
+    }
     // All instances lock in one order.
     lines.sort_by(|a, b| a.ticket.id.cmp(&b.ticket.id));
     lines.truncate(MAX_OPERATIONS);
@@ -69,6 +79,9 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
             None if answered.again && releases => Ok(Settled::Done),
             None => Ok(Settled::Lost),
         };
+        if releases && matches!(settled, Ok(Settled::Done)) {
+            session.instance.doubts().remove(line.ticket.token);
+        }
         answers.push((line.at, settled));
     }
     for (at, settled) in answers {

@@ -183,6 +183,11 @@ LEFT JOIN (
     SELECT scope, key, created, name, value, ord FROM idempotency_checkpoints WHERE false
 ) checkpoints ON true";
 
+/// The oldest transaction that has not ended, and, when asked for, one that has just begun. (The end of
+/// a snapshot would not do: transactions that have begun may lie beyond it.)
+const SNAPSHOT: &str = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
+    CASE WHEN $1 THEN pg_current_xact_id()::text::bigint END";
+
 const FIND_META: &str = "SELECT to_regclass('idempotency_meta') IS NOT NULL";
 
 /// Where the tables are, and what they are called.
@@ -305,6 +310,7 @@ pub(super) struct Texts {
     pub(super) count: SqlStr,
     pub(super) abandoned: SqlStr,
     pub(super) check: SqlStr,
+    pub(super) snapshot: SqlStr,
 }
 
 impl Texts {
@@ -329,6 +335,7 @@ impl Texts {
             count: fixed(COUNT),
             abandoned: fixed(ABANDONED),
             check: fixed(CHECK),
+            snapshot: fixed(SNAPSHOT),
         }
     }
 }
