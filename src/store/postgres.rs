@@ -15,7 +15,7 @@ use self::{
     rows::{COLUMNS, Time},
     session::{Answered, Instance, Session, Statement},
     texts::{Names, Texts},
-    writer::PostgresWriter,
+    writer::{PostgresWriter, Sender},
 };
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
@@ -107,7 +107,6 @@ struct Shared {
     settling: Queue,
     instance: Arc<Instance>,
     saving: Arc<[Mutex<()>; 16]>,
-    runtime: Handle,
 }
 
 /// How a Postgres store is opened.
@@ -221,6 +220,8 @@ impl PostgresStoreOptions {
     pub async fn connect(self, url: &str) -> Result<PostgresStore, StoreError> {
         let options: Result<PgConnectOptions, sqlx::Error> = url.parse();
         let options = options.map_err(|error| judged(error).error())?;
+        // Where there is none, sqlx panics.
+        runtime().map_err(|failure| failure.error())?;
         let pool = PgPoolOptions::new()
             .max_connections(CONNECTIONS)
             .acquire_timeout(self.operation_timeout)
@@ -231,25 +232,20 @@ impl PostgresStoreOptions {
     }
 
     async fn open_or_fail(self, pool: PgPool) -> Result<PostgresStore, Failure> {
-        let Ok(runtime) = Handle::try_current() else {
-            return Err(unavailable(
-                "a Postgres store must be opened in a tokio runtime",
-            ));
-        };
-        let opening = self.prepare(&pool);
+        let runtime = runtime()?;
+        let opening = self.prepare(&pool, runtime);
         let opened = tokio::time::timeout(self.operation_timeout, opening).await;
         let instance = opened.unwrap_or_else(|_| Err(judged(sqlx::Error::PoolTimedOut)))?;
         let instance = Arc::new(instance);
         Ok(PostgresStore(Arc::new(Shared {
-            claims: Queue::start(PostgresWriter::Claims(Session::new(instance.clone()))),
-            settling: Queue::start(PostgresWriter::Settling(Session::new(instance.clone()))),
+            claims: Queue::start(PostgresWriter::Claims(Sender::new(instance.clone()))),
+            settling: Queue::start(PostgresWriter::Settling(Sender::new(instance.clone()))),
             instance,
             saving: Arc::default(),
-            runtime,
         })))
     }
 
-    async fn prepare(&self, pool: &PgPool) -> Result<Instance, Failure> {
+    async fn prepare(&self, pool: &PgPool, runtime: Handle) -> Result<Instance, Failure> {
         let mut connection = pool.acquire().await.map_err(judged)?;
         let schema = match &self.schema {
             Some(schema) => schema.clone(),
@@ -274,11 +270,17 @@ impl PostgresStoreOptions {
         drop(connection);
         Ok(Instance::new(
             pool.clone(),
+            runtime,
             texts,
             self.operation_timeout,
             !checked.read_committed,
         ))
     }
+}
+
+fn runtime() -> Result<Handle, Failure> {
+    let runtime = Handle::try_current();
+    runtime.map_err(|_| unavailable("a Postgres store must be opened in a tokio runtime"))
 }
 
 /// A name that needs no quotes.
@@ -326,7 +328,11 @@ impl PostgresStore {
         F: Future<Output = Result<T, StoreError>> + Send + 'static,
     {
         self.0.settling.check_open()?;
-        let task = self.0.runtime.spawn(operation(self.0.instance.clone()));
+        let task = self
+            .0
+            .instance
+            .runtime
+            .spawn(operation(self.0.instance.clone()));
         task.await.unwrap_or_else(|_| Err(self.0.settling.gone()))
     }
 }

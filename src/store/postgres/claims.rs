@@ -27,7 +27,7 @@ const WON_AGAIN: i32 = 5;
 /// Answers the claims that can be answered now. Who stays without an answer is to ask again: the record
 /// is in somebody else's hands this very moment.
 pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
-    let mut asking: Vec<&mut Asking> = claims(batch);
+    let mut asking = first_keys(claims(batch));
     // Sorted, so that all instances insert in one order and never wait for each other in a circle. The
     // sort is stable: of those who ask for one key the first comes first.
     asking.sort_by(|a, b| a.question.id.cmp(&b.question.id));
@@ -36,9 +36,11 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
         .chunk_by_mut(|a, b| a.question.id == b.question.id)
         // A token names one claim of the statement.
         .filter(|group| tokens.insert(group[0].question.token))
-        .take(MAX_OPERATIONS)
         .collect();
 
+    if groups.is_empty() {
+        return Ok(());
+    }
     let rows = ask(session, |texts| &texts.claim, &firsts(&groups)).await?;
     let all = groups.len();
     answer(&mut groups, &rows)?;
@@ -55,6 +57,16 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
         Err(_) if undecided.len() < all => Ok(()),
         Err(failure) => Err(failure),
     }
+}
+
+/// Those for the keys that came first, as many as one statement decides.
+fn first_keys(claims: Vec<&mut Asking>) -> Vec<&mut Asking> {
+    let mut keys = HashSet::new();
+    let is_among_them = |claim: &&mut Asking| {
+        let id = &claim.question.id;
+        keys.contains(id) || keys.len() < MAX_OPERATIONS && keys.insert(id.clone())
+    };
+    claims.into_iter().filter(is_among_them).collect()
 }
 
 fn firsts<'a>(groups: &'a [&mut [&mut Asking]]) -> Vec<&'a ClaimRequest> {

@@ -39,6 +39,9 @@ pub(super) fn judged(error: sqlx::Error) -> Failure {
     }
 }
 
+/// Classes of errors that are about a value: data, constraints, and what a trigger raises.
+const DATA: [&str; 3] = ["22", "23", "P0"];
+
 /// What the server said, without the values it said it of: a detail may show a whole row, with its scope
 /// and key.
 #[derive(Debug)]
@@ -51,7 +54,7 @@ struct Told {
 impl Told {
     fn of(error: &(dyn DatabaseError + 'static)) -> Option<Self> {
         let code = error.code()?.into_owned();
-        let shows_values = code.starts_with("22") || code.starts_with("23");
+        let shows_values = DATA.iter().any(|class| code.starts_with(class));
         Some(Self {
             message: (!shows_values).then(|| error.message().to_owned()),
             constraint: error.constraint().map(str::to_owned),

@@ -121,6 +121,11 @@ pub(super) async fn check(
             "the Postgres server is a standby and takes no writes; connect to the primary",
         ));
     }
+    if row.try_get("read_only").map_err(judged)? {
+        return Err(unavailable(
+            "Postgres takes no writes from this role: default_transaction_read_only is on; turn it off, or connect to the primary",
+        ));
+    }
     if !row.try_get::<bool, _>("privileged").map_err(judged)? {
         return schema(
             "the Postgres role lacks a right; grant it SELECT, INSERT, UPDATE and DELETE on the idempotency tables",

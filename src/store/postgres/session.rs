@@ -16,6 +16,8 @@ use sqlx::{
     query::Query,
 };
 
+use tokio::runtime::Handle;
+
 use super::{
     doubts::Doubts,
     failure::{broke, judged, unavailable},
@@ -42,6 +44,7 @@ const KEEP: Duration = Duration::from_secs(1);
 /// One store instance: what handles and writers share.
 pub(super) struct Instance {
     pub(super) pool: PgPool,
+    pub(super) runtime: Handle,
     pub(super) owner: Owner,
     pub(super) texts: Texts,
     operation_timeout: Duration,
@@ -81,7 +84,18 @@ impl Session {
 
     /// Gives the connection back.
     pub(super) fn rest(&mut self) {
-        self.kept = None;
+        if let Some((connection, _)) = self.kept.take() {
+            self.give_back(connection);
+        }
+    }
+
+    /// The pool asks a connection that comes back for a sign of life, and waits for it as long as the
+    /// network hangs. Here it is asked no longer than for any other answer, so that its place in the pool
+    /// is free again then.
+    fn give_back(&self, mut connection: PoolConnection<Postgres>) {
+        let patience = self.instance.operation_timeout;
+        let back = async move { within(patience, connection.return_to_pool()).await };
+        self.instance.runtime.spawn(back);
     }
 
     /// Carries a statement out. It may be sent more than once, so what it does twice must be as if done
@@ -174,21 +188,30 @@ impl Session {
     fn keep(&mut self, connection: PoolConnection<Postgres>, until: Instant) {
         let pool = &self.instance.pool;
         let spare = pool.num_idle() > 0 || pool.size() < pool.options().get_max_connections();
-        if spare && Instant::now() < until {
-            self.kept = Some((connection, until));
+        match spare && Instant::now() < until {
+            true => self.kept = Some((connection, until)),
+            false => self.give_back(connection),
         }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.rest();
     }
 }
 
 impl Instance {
     pub(super) fn new(
         pool: PgPool,
+        runtime: Handle,
         texts: Texts,
         operation_timeout: Duration,
         begins_itself: bool,
     ) -> Self {
         Self {
             pool,
+            runtime,
             owner: Owner::random(),
             texts,
             operation_timeout,
@@ -221,7 +244,8 @@ impl Instance {
         if outage.is_none() {
             tracing::warn!(kind = ?failure.kind, "Postgres is given up for now: {}", failure.message);
             *outage = Some(failure.clone());
-            tokio::spawn(look_for_the_server(Arc::downgrade(self)));
+            self.runtime
+                .spawn(look_for_the_server(Arc::downgrade(self)));
         }
         failure
     }
@@ -233,10 +257,14 @@ impl Instance {
         let patience = deadline.saturating_duration_since(Instant::now());
         let checked = within(patience, checked).await;
         let checked = checked.unwrap_or_else(|| Err(judged_timeout()));
-        if checked.is_err() {
-            discard(connection);
+        match checked {
+            Ok(_) => drop(connection),
+            Err(failure) => {
+                discard(connection);
+                return Err(failure);
+            }
         }
-        checked.map(|_| ())
+        Ok(())
     }
 }
 

@@ -38,25 +38,27 @@ struct Line<'a> {
     response_ttl: Option<Duration>,
 }
 
-/// Settles what can be settled now. What stays without an answer is to be tried again: another session
+/// Settles what can be settled now, releases or the rest. What stays without an answer is to be tried again: another session
 /// has locked the row, the same record stands in the batch twice, or a claim that is to be released may
 /// yet come to be.
-pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
+pub(super) async fn run(
+    session: &mut Session,
+    batch: &mut [Operation],
+    releases: bool,
+) -> Result<(), Failure> {
     let mut lines = lines(batch);
-    // What the first one is, decides between the two statements.
-    let releases = matches!(batch.first(), Some(Operation::Release(_)));
     lines.retain(|line| (line.kind == Kind::Release) == releases);
     if releases {
         let tokens = lines.iter().map(|line| line.ticket.token);
         let open = doubts::open(session, tokens).await?;
         lines.retain(|line| !open.contains(&line.ticket.token));
-        if lines.is_empty() {
-            return Ok(());
-        }
     }
+    if lines.is_empty() {
+        return Ok(());
+    }
+    lines.truncate(MAX_OPERATIONS);
     // All instances lock in one order.
     lines.sort_by(|a, b| a.ticket.id.cmp(&b.ticket.id));
-    lines.truncate(MAX_OPERATIONS);
     let answered = match releases {
         true => release(session, &lines).await?,
         false => settle(session, &lines).await?,

@@ -156,8 +156,9 @@ ORDER BY r.created, r.scope, r.key LIMIT $4"
 /// What must be so for all of the above to work. Naming every column, it fails on tables of another
 /// make; it answers one row.
 const CHECK: &str = "SELECT
-    (SELECT value FROM idempotency_meta WHERE name = 'schema') AS version,
+    (SELECT m.value FROM idempotency_meta m WHERE m.name = 'schema') AS version,
     pg_is_in_recovery() AS standby,
+    current_setting('transaction_read_only') = 'on' AS read_only,
     current_setting('default_transaction_isolation') AS isolation,
     current_setting('synchronous_commit') AS synchronous_commit,
     has_table_privilege('idempotency_records', 'SELECT')
