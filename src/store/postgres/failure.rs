@@ -158,17 +158,12 @@ fn judge_code(code: &str) -> Failure {
             Reach::Connection,
             "the Postgres tables or their indexes are damaged; see the server's log",
         ),
-        // Data, constraint or limit: only this value is refused.
-        _ if ["22", "23", "54"]
-            .iter()
-            .any(|class| code.starts_with(class)) =>
-        {
-            (
-                Invalid,
-                Reach::Value,
-                "Postgres refused the value: it holds a NUL character, is too large, or a constraint or trigger was added to the table",
-            )
-        }
+        // Only this value is refused; it may be too large for an index.
+        _ if code.starts_with("54") || DATA.iter().any(|class| code.starts_with(class)) => (
+            Invalid,
+            Reach::Value,
+            "Postgres refused the value: it holds a NUL character, is too large, or a constraint or trigger was added to the table",
+        ),
         _ => (
             Unavailable,
             Reach::Connection,
