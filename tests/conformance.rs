@@ -8,6 +8,7 @@ use tower_idempotency::{
 };
 
 mod broken;
+mod support;
 
 /// One set of records in memory, on a clock that stands still.
 struct Memory {
@@ -180,4 +181,75 @@ mod sqlite {
     }
 
     store_conformance!(Sqlite);
+}
+
+#[cfg(feature = "postgres")]
+mod postgres {
+    use std::sync::Arc;
+
+    use tower_idempotency::PostgresStore;
+
+    use super::{
+        support::{clock::TestClock, database::Database},
+        *,
+    };
+
+    /// One schema, on a clock that stands still.
+    struct Postgres {
+        database: Arc<Database>,
+        clock: TestClock,
+    }
+
+    impl Harness for Postgres {
+        type Store = PostgresStore;
+
+        async fn new() -> Self {
+            let database = Arc::new(Database::new());
+            let clock = TestClock::of(database.clone());
+            Self { database, clock }
+        }
+
+        async fn open(&self) -> PostgresStore {
+            let options = PostgresStore::options().migrate();
+            options.open(self.database.pool()).await.unwrap()
+        }
+
+        async fn advance(&self, by: Duration) {
+            self.clock.advance(by);
+        }
+    }
+
+    store_conformance!(Postgres);
+}
+
+/// The Postgres store again, on the server's own clock.
+#[cfg(feature = "postgres")]
+mod postgres_on_the_real_clock {
+    use tower_idempotency::PostgresStore;
+
+    use super::{support::database::Database, *};
+
+    struct Real(Database);
+
+    impl Harness for Real {
+        type Store = PostgresStore;
+
+        const TICK: Duration = Duration::from_millis(200);
+        const REAL_CLOCK: bool = true;
+
+        async fn new() -> Self {
+            Self(Database::in_real_time())
+        }
+
+        async fn open(&self) -> PostgresStore {
+            let options = PostgresStore::options().migrate();
+            options.open(self.0.pool()).await.unwrap()
+        }
+
+        async fn advance(&self, by: Duration) {
+            tokio::time::sleep(by).await;
+        }
+    }
+
+    store_conformance!(Real);
 }

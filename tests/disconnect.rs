@@ -870,7 +870,7 @@ every_store! {
 // Y1
 #[test]
 fn a_run_whose_runtime_shuts_down_counts_as_abandoned() {
-    for world in [World::memory(), World::sqlite()] {
+    for world in World::each() {
         let (handler, main) = (Handler::new(), Runtime::new().unwrap());
         let dying = Runtime::new().unwrap();
         handler.close_gate();

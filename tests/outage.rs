@@ -442,7 +442,7 @@ fn about(logged: Vec<Logged>, operation: &str) -> Vec<Logged> {
 // V3, O2. On one thread, so that what is done in the background is heard as well.
 #[tokio::test]
 async fn each_failure_of_the_store_is_logged_once() {
-    for world in [World::memory(), World::sqlite()] {
+    for world in World::each() {
         let (logs, _guard) = Logs::of_this_thread();
         let store = world.open().await;
         let (router, mut puppet) = Puppet::new();
@@ -531,7 +531,7 @@ async fn each_failure_of_the_store_is_logged_once() {
 // O2
 #[tokio::test]
 async fn an_answer_that_could_not_be_recorded_in_time_is_logged_as_an_error() {
-    for world in [World::memory(), World::sqlite()] {
+    for world in World::each() {
         let (logs, _guard) = Logs::of_this_thread();
         let handler = Handler::new();
         let store = world.open().await;

@@ -7,7 +7,7 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use axum::{
@@ -17,7 +17,6 @@ use axum::{
     response::{IntoResponse, Response},
     routing::any,
 };
-use sqlx::{ConnectOptions, Connection, Executor};
 use support::{puppet::Puppet, *};
 use tokio::{runtime::Runtime, task::JoinHandle, task::JoinSet, time::timeout};
 use tower_http::catch_panic::CatchPanicLayer;
@@ -72,14 +71,6 @@ fn crashes_then(
         }
     };
     (Router::new().route("/charges", any(handler)), runs)
-}
-
-/// Changes the rows of the file behind the store's back.
-async fn tamper(world: &World, change: &'static str) {
-    let file = sqlx::sqlite::SqliteConnectOptions::new().filename(world.file().unwrap());
-    let mut connection = file.connect().await.unwrap();
-    connection.execute(change).await.unwrap();
-    connection.close().await.unwrap();
 }
 
 every_store! {
@@ -344,17 +335,28 @@ every_store! {
         let (router, mut puppet) = Puppet::new();
         let app = router.route_layer(
             layer(&store)
+                // They look one after the other, which is slow where the store is.
+                .store_timeout(Duration::from_secs(10))
                 .max_running(2)
                 .in_flight(InFlight::Wait(Duration::from_secs(20))),
         );
         let first = spawn(&app, post("k", "A"));
         let run = puppet.next().await;
         let mut waiters = JoinSet::new();
+        let begun = Instant::now();
         for _ in 0..WAITERS {
             let app = app.clone();
             waiters.spawn(async move { send(&app, post("k", "A")).await });
         }
-        called(&store, Operation::Claim, 1 + 2 * WAITERS).await;
+        // Each claims when it comes and when it begins to wait. Meanwhile one at a time polls, after
+        // 25 ms, then twice as much, and so on up to 1 s.
+        eventually("all of them to wait", || {
+            let waited = begun.elapsed();
+            let doubled = (waited.as_millis() / 25 + 1).ilog2().min(6) as usize;
+            let polls = doubled + waited.as_secs().saturating_sub(1) as usize;
+            store.calls(Operation::Claim) > 2 * WAITERS + polls
+        })
+        .await;
         let _other = spawn(&app, post("other", "A"));
         let holds_a_place = puppet.next().await;
         run.answers(201, "done");
@@ -426,39 +428,45 @@ every_store! {
 // C6: a record that cannot be read may be that of a finished run.
 #[tokio::test]
 async fn run_unprotected_does_not_run_where_a_record_cannot_be_read() {
-    let world = World::sqlite();
-    let store = world.open().await;
-    let handler = Handler::new();
-    let app = handler.behind(layer(&store).store_failure(StoreFailure::RunUnprotected));
-    assert_eq!(send(&app, post("k", "A")).await.status, 201);
-    tamper(&world, "UPDATE idempotency_records SET state = 9").await;
-    assert_eq!(
-        send(&app, post("k", "A")).await.said(),
-        (503, UNAVAILABLE.to_owned())
-    );
-    assert_eq!(handler.effects(), 1);
+    for world in World::durable() {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store).store_failure(StoreFailure::RunUnprotected));
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+        world
+            .tamper("UPDATE idempotency_records SET state = 9")
+            .await;
+        assert_eq!(
+            send(&app, post("k", "A")).await.said(),
+            (503, UNAVAILABLE.to_owned())
+        );
+        assert_eq!(handler.effects(), 1);
+    }
 }
 
 // C3: a record that cannot be read holds nothing else up, and no task survives its layer.
 #[tokio::test]
 async fn a_damaged_record_holds_no_other_key_up_and_keeps_nothing_alive() {
-    let world = World::sqlite();
-    let store = world.open().await;
-    let handler = Handler::new();
-    let app = handler.behind(layer(&store));
-    assert_eq!(send(&app, post("bad", "A")).await.status, 201);
-    tamper(&world, "UPDATE idempotency_records SET state = 9").await;
-    assert_eq!(send(&app, post("bad", "A")).await.status, 503);
+    for world in World::durable() {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store));
+        assert_eq!(send(&app, post("bad", "A")).await.status, 201);
+        world
+            .tamper("UPDATE idempotency_records SET state = 9")
+            .await;
+        assert_eq!(send(&app, post("bad", "A")).await.status, 503);
 
-    store.fail(Operation::Claim, Fault::After, Times::Next(3));
-    assert_eq!(send(&app, post("k", "A")).await.status, 503);
-    comes_to(&store, "k", None).await;
-    assert_eq!(send(&app, post("k", "A")).await.status, 201);
-    // Nothing is sent for the bad one any more.
-    let releases = store.calls(Operation::Release);
-    assert_eq!(send(&app, post("bad", "A")).await.status, 503);
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(store.calls(Operation::Release), releases);
+        store.fail(Operation::Claim, Fault::After, Times::Next(3));
+        assert_eq!(send(&app, post("k", "A")).await.status, 503);
+        comes_to(&store, "k", None).await;
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+        // Nothing is sent for the bad one any more.
+        let releases = store.calls(Operation::Release);
+        assert_eq!(send(&app, post("bad", "A")).await.status, 503);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert_eq!(store.calls(Operation::Release), releases);
+    }
 }
 
 // F5 of the store's contract: even what can never be given back ends with the last handle.

@@ -3,9 +3,14 @@
 #![allow(dead_code)] // Each test file uses its own part of this.
 
 pub mod bodies;
+pub mod clock;
+pub mod database;
 pub mod http2;
 pub mod logs;
+pub mod proxy;
 pub mod puppet;
+#[cfg(unix)]
+pub mod server;
 pub mod wire;
 
 use std::{
@@ -25,40 +30,67 @@ use axum::{
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection};
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use tower_idempotency::{
     AnyStore, IdempotencyKey, IdempotencyLayer, IdempotentResponse, MemoryStore, Record, RecordId,
-    Scope,
-    store::Inspect,
-    testing::{FakeClock, FaultyStore},
+    Scope, store::Inspect, testing::FaultyStore,
 };
+
+use self::{clock::TestClock, database::Database};
 
 pub type TestStore = FaultyStore<AnyStore>;
 
 /// Data that any number of store instances can be opened on, all judged by one clock.
 pub struct World {
-    pub clock: FakeClock,
+    pub clock: TestClock,
     data: Data,
 }
 
 enum Data {
     Memory(MemoryStore),
     Sqlite(tempfile::TempDir),
+    Postgres(Arc<Database>),
 }
 
 impl World {
     pub fn memory() -> Self {
-        let clock = FakeClock::new();
+        let clock = TestClock::new();
         let store = MemoryStore::options().clock(clock.clone()).build();
         let data = Data::Memory(store);
         Self { clock, data }
     }
 
     pub fn sqlite() -> Self {
-        let clock = FakeClock::new();
+        let clock = TestClock::new();
         let data = Data::Sqlite(tempfile::tempdir().unwrap());
         Self { clock, data }
+    }
+
+    /// In a schema of its own on the server that `DATABASE_URL` names.
+    #[cfg(feature = "postgres")]
+    pub fn postgres() -> Self {
+        let database = Arc::new(Database::new());
+        let clock = TestClock::of(database.clone());
+        let data = Data::Postgres(database);
+        Self { clock, data }
+    }
+
+    /// One of each, for tests that `every_store!` is not for.
+    pub fn each() -> Vec<Self> {
+        let mut worlds = vec![Self::memory()];
+        worlds.extend(Self::durable());
+        worlds
+    }
+
+    /// One of each whose data can be reached behind the store's back.
+    pub fn durable() -> Vec<Self> {
+        vec![
+            Self::sqlite(),
+            #[cfg(feature = "postgres")]
+            Self::postgres(),
+        ]
     }
 
     /// Another instance on the same data, as another process would have.
@@ -72,36 +104,111 @@ impl World {
                     .await
                     .unwrap(),
             ),
+            Data::Postgres(database) => open_postgres(database).await,
         })
+    }
+
+    /// Whether its data can be reached behind the store's back.
+    pub fn is_durable(&self) -> bool {
+        !matches!(self.data, Data::Memory(_))
+    }
+
+    /// Everything that is stored, byte for byte, where it can be read behind the store's back.
+    pub async fn raw(&self) -> Option<Vec<u8>> {
+        match &self.data {
+            Data::Memory(_) => None,
+            Data::Sqlite(_) => {
+                let file = self.file().unwrap().into_os_string();
+                let mut stored = Vec::new();
+                for end in ["", "-wal", "-shm", "-journal"] {
+                    let mut name = file.clone();
+                    name.push(end);
+                    stored.extend(std::fs::read(name).unwrap_or_default());
+                }
+                Some(stored)
+            }
+            Data::Postgres(database) => Some(database.rows().await),
+        }
+    }
+
+    /// Runs a statement behind the store's back. Bytes are written as SQLite does: `x'0102'`.
+    pub async fn tamper(&self, statement: &str) {
+        match &self.data {
+            Data::Memory(_) => panic!("nobody gets behind this store's back"),
+            Data::Sqlite(_) => {
+                let file = sqlx::sqlite::SqliteConnectOptions::new().filename(self.file().unwrap());
+                let mut connection = file.connect().await.unwrap();
+                let statement = AssertSqlSafe(statement.to_owned());
+                sqlx::raw_sql(statement)
+                    .execute(&mut connection)
+                    .await
+                    .unwrap();
+                connection.close().await.unwrap();
+            }
+            Data::Postgres(database) => database.run(&statement.replace("x'", "'\\x")).await,
+        }
     }
 
     /// The SQLite file, where there is one.
     pub fn file(&self) -> Option<std::path::PathBuf> {
         match &self.data {
-            Data::Memory(_) => None,
             Data::Sqlite(folder) => Some(folder.path().join("idempotency.db")),
+            _ => None,
+        }
+    }
+
+    /// The Postgres schema, where there is one.
+    pub fn database(&self) -> Option<&Arc<Database>> {
+        match &self.data {
+            Data::Postgres(database) => Some(database),
+            _ => None,
         }
     }
 }
 
-/// Both stores on the machine's own clock, for what must hold in real time. The folder holds the
-/// SQLite file.
-pub async fn stores_in_real_time(folder: &std::path::Path) -> [(&'static str, TestStore); 2] {
-    let sqlite = tower_idempotency::SqliteStore::open(folder.join("idempotency.db"));
-    [
-        (
-            "memory",
-            FaultyStore::new(AnyStore::new(MemoryStore::new())),
-        ),
-        (
-            "sqlite",
-            FaultyStore::new(AnyStore::new(sqlite.await.unwrap())),
-        ),
-    ]
+#[cfg(feature = "postgres")]
+async fn open_postgres(database: &Database) -> AnyStore {
+    let options = tower_idempotency::PostgresStore::options().migrate();
+    AnyStore::new(options.open(database.pool()).await.unwrap())
+}
+
+#[cfg(not(feature = "postgres"))]
+async fn open_postgres(_: &Database) -> AnyStore {
+    unreachable!("there are no Postgres worlds without the feature")
+}
+
+/// A store of each kind on a clock that goes by itself, for what must hold in real time.
+pub struct RealTime {
+    pub stores: Vec<(&'static str, TestStore)>,
+    /// What the stores keep their data in.
+    _folder: tempfile::TempDir,
+    _database: Option<Database>,
+}
+
+impl RealTime {
+    pub async fn stores() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("idempotency.db");
+        let sqlite = tower_idempotency::SqliteStore::open(file).await.unwrap();
+        let database = cfg!(feature = "postgres").then(Database::in_real_time);
+        let mut stores = vec![
+            ("memory", AnyStore::new(MemoryStore::new())),
+            ("sqlite", AnyStore::new(sqlite)),
+        ];
+        if let Some(database) = &database {
+            stores.push(("postgres", open_postgres(database).await));
+        }
+        let faulty = |(name, store)| (name, FaultyStore::new(store));
+        Self {
+            stores: stores.into_iter().map(faulty).collect(),
+            _folder: folder,
+            _database: database,
+        }
+    }
 }
 
 /// Writes one test per store: `every_store! { async fn name(world: World) { … } }` becomes
-/// `name::memory` and `name::sqlite`.
+/// `name::memory`, `name::sqlite` and `name::postgres`.
 #[macro_export]
 macro_rules! every_store {
     ($($(#[$meta:meta])* async fn $name:ident($world:ident: World) $body:block)*) => { $(
@@ -121,6 +228,13 @@ macro_rules! every_store {
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn sqlite() {
                 check($crate::support::World::sqlite()).await;
+            }
+
+            $(#[$meta])*
+            #[cfg(feature = "postgres")]
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn postgres() {
+                check($crate::support::World::postgres()).await;
             }
         }
     )* };
@@ -334,13 +448,13 @@ pub async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     panic!("waited in vain for {what}");
 }
 
-/// Waits until the store was asked this so often, for at most ten seconds.
+/// Waits until the store was asked this so often, for at most half a minute.
 pub async fn called(
     store: &TestStore,
     operation: tower_idempotency::testing::Operation,
     calls: usize,
 ) {
     let called = store.called(operation, calls);
-    let called = tokio::time::timeout(Duration::from_secs(10), called).await;
+    let called = tokio::time::timeout(Duration::from_secs(30), called).await;
     called.unwrap_or_else(|_| panic!("{operation:?} was called {} times", store.calls(operation)));
 }
