@@ -90,7 +90,7 @@
 //!
 //! Semantic versioning covers this API; the codes, members and default statuses of refusals; the
 //! default header names; the stored form of a [`RetainedResponse`]; the names and digests of the
-//! fingerprint schemes; and the tables of the SQLite store. Every version reads what earlier ones
+//! fingerprint schemes; and the tables of the SQLite and Postgres stores. Every version reads what earlier ones
 //! have stored, or its entry in the changelog says what to do. The texts of problems and events may
 //! change at any time.
 //!
@@ -115,6 +115,7 @@
 //! # Features
 //!
 //! - `sqlite` (default): `SqliteStore`, records in an SQLite file.
+//! - `postgres`: `PostgresStore`, records in Postgres, for services on many machines.
 //! - `testing`: `assert_idempotent`, a clock that stands still, a store that fails as told, and the
 //!   conformance suite for those who write a store.
 //!

@@ -13,6 +13,8 @@ mod clients;
 mod hiccup;
 #[path = "drill/ledger.rs"]
 mod ledger;
+#[path = "drill/one_death.rs"]
+mod one_death;
 #[path = "drill/service.rs"]
 mod service;
 mod support;

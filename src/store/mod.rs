@@ -88,6 +88,8 @@
 //! Store clocks decide (8, 11, 19, 21), never the caller's.
 
 mod any;
+#[doc = include_str!("choosing.md")]
+pub mod choosing {}
 mod clock;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod group;

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use sqlx::Executor;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tower_idempotency::{IdempotencyLayer, PostgresStore, Recovery};
 
 use crate::support::{Handler, post, send, server::Server};
@@ -17,6 +17,17 @@ async fn hold_commits(server: &Server) {
         "nobody",
     )
     .await;
+    // It takes the server another moment to hold them in fact.
+    let begun = Instant::now();
+    loop {
+        let mut connection = server.connect().await;
+        let written = connection
+            .execute("CREATE TABLE IF NOT EXISTS probe (); INSERT INTO probe DEFAULT VALUES");
+        if timeout(Duration::from_millis(100), written).await.is_err() {
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "commits go on");
+    }
 }
 
 async fn let_commits_go_on(server: &Server) {

@@ -38,6 +38,9 @@ const NUMBER: &str = "TEST_DRILL_PROCESS";
 /// Longer than any outage: no answer leaves before it is recorded.
 const STORE_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The action whose charge never answers.
+pub const HOLD: &str = "action-that-hangs";
+
 /// Names the run in every answer of the handler.
 pub const RUN: &str = "x-run";
 
@@ -208,6 +211,9 @@ async fn charge(State(service): State<Service>, headers: HeaderMap) -> Response<
 
     dawdle(30).await;
     let effect = service.record_effect(action, &run).await;
+    if action == HOLD {
+        std::future::pending::<()>().await;
+    }
     dawdle(40).await;
     // An error says little: the commit may have taken place.
     let status = match effect {
