@@ -10,7 +10,6 @@ use sqlx::{
 use tokio::{runtime::Handle, sync::Mutex};
 
 use self::{
-    claims::damaged,
     failure::{failure, judged, unavailable},
     rows::{COLUMNS, Time},
     session::{Answered, Instance, Session, Statement},
@@ -322,17 +321,15 @@ impl PostgresStore {
     }
 
     /// Carries an operation out in a task of its own, where nobody can cut it in the middle.
-    async fn alone<T, F>(&self, operation: impl FnOnce(Arc<Instance>) -> F) -> Result<T, StoreError>
+    async fn alone<T, F>(&self, operation: impl FnOnce(Session) -> F) -> Result<T, StoreError>
     where
         T: Send + 'static,
         F: Future<Output = Result<T, StoreError>> + Send + 'static,
     {
         self.0.settling.check_open()?;
-        let task = self
-            .0
-            .instance
-            .runtime
-            .spawn(operation(self.0.instance.clone()));
+        let instance = &self.0.instance;
+        let session = Session::new(instance.clone());
+        let task = instance.runtime.spawn(operation(session));
         task.await.unwrap_or_else(|_| Err(self.0.settling.gone()))
     }
 }
@@ -378,7 +375,7 @@ impl Store for PostgresStore {
     }
 
     async fn purge(&self, limit: usize) -> Result<usize, StoreError> {
-        self.alone(move |instance| async move { purge(&instance, limit).await })
+        self.alone(move |session| async move { purge(&mut session.patient(), limit).await })
             .await
     }
 
@@ -391,17 +388,9 @@ impl Store for PostgresStore {
 impl Inspect for PostgresStore {
     async fn get(&self, id: &RecordId) -> Result<Option<Record>, StoreError> {
         let id = id.clone();
-        self.alone(move |instance| async move {
-            let text = instance.texts.get.clone();
-            let found = run(&instance, text, |query| bind_id(query, &id)).await?;
-            let Some(row) = found.rows.first() else {
-                return Ok(None);
-            };
-            let mut record = rows::record(row, id).map_err(damaged)?;
-            if column(row, COLUMNS)? {
-                record.response = None;
-            }
-            Ok(Some(record))
+        self.alone(move |mut session| async move {
+            let found = claims::fetch(&mut session, &id).await;
+            found.map_err(|failure| failure.error())?.transpose()
         })
         .await
     }
@@ -411,9 +400,9 @@ impl Inspect for PostgresStore {
     }
 
     async fn counts(&self) -> Result<Counts, StoreError> {
-        self.alone(|instance| async move {
-            let text = instance.texts.count.clone();
-            let counted = run(&instance, text, |query| query).await?;
+        self.alone(|session| async move {
+            let text = session.instance.texts.count.clone();
+            let counted = run(&mut session.patient(), text, |query| query).await?;
             let count = |at| -> Result<u64, StoreError> {
                 let Some(row) = counted.rows.first() else {
                     return Ok(0);
@@ -436,8 +425,10 @@ impl Inspect for PostgresStore {
         limit: usize,
     ) -> Result<Vec<Record>, StoreError> {
         let after = after.map(|record| (record.created, record.id.clone()));
-        self.alone(move |instance| async move { abandoned(&instance, after, limit).await })
-            .await
+        self.alone(
+            move |session| async move { abandoned(&mut session.patient(), after, limit).await },
+        )
+        .await
     }
 }
 
@@ -445,15 +436,15 @@ impl Checkpoints for PostgresStore {
     async fn save(&self, ticket: &Ticket, name: &str, value: Bytes) -> Result<Settled, StoreError> {
         let (ticket, name) = (ticket.clone(), name.to_owned());
         let saving = self.0.saving.clone();
-        self.alone(move |instance| async move {
+        self.alone(move |mut session| async move {
             // One after the other, for each counts what was saved before it. Only those of one record
             // have to, and only its owner saves.
             let place = usize::from(ticket.token.as_bytes()[0]) % saving.len();
             let _turn = saving[place].lock().await;
-            let text = instance.texts.save.clone();
+            let text = session.instance.texts.save.clone();
             let fits = check_checkpoint(&name, &value, 0).is_ok();
             let most = i64::try_from(MAX_CHECKPOINTS).unwrap_or(i64::MAX);
-            let saved = run(&instance, text, |query| {
+            let saved = run(&mut session, text, |query| {
                 let query = bind_id(query, &ticket.id).bind(*ticket.token.as_bytes());
                 let query = match fits {
                     true => query.bind(&*name).bind(&*value),
@@ -474,9 +465,9 @@ impl Checkpoints for PostgresStore {
 
     async fn load(&self, ticket: &Ticket) -> Result<Option<Vec<Checkpoint>>, StoreError> {
         let ticket = ticket.clone();
-        self.alone(move |instance| async move {
-            let text = instance.texts.load.clone();
-            let loaded = run(&instance, text, |query| {
+        self.alone(move |mut session| async move {
+            let text = session.instance.texts.load.clone();
+            let loaded = run(&mut session, text, |query| {
                 bind_id(query, &ticket.id).bind(*ticket.token.as_bytes())
             })
             .await?;
@@ -496,8 +487,9 @@ impl Checkpoints for PostgresStore {
     }
 }
 
-async fn purge(instance: &Arc<Instance>, limit: usize) -> Result<usize, StoreError> {
+async fn purge(session: &mut Session, limit: usize) -> Result<usize, StoreError> {
     let mut changed = 0;
+    let instance = session.instance.clone();
     for text in [
         &instance.texts.purge_records,
         &instance.texts.purge_responses,
@@ -508,7 +500,7 @@ async fn purge(instance: &Arc<Instance>, limit: usize) -> Result<usize, StoreErr
                 return Ok(changed);
             }
             let rows = i64::try_from(step).unwrap_or(i64::MAX);
-            let purged = run(instance, text.clone(), |query| query.bind(rows)).await?;
+            let purged = run(session, text.clone(), |query| query.bind(rows)).await?;
             let done = match purged.rows.first() {
                 Some(row) => usize::try_from(column::<i64>(row, 0)?).unwrap_or(step),
                 None => 0,
@@ -521,19 +513,20 @@ async fn purge(instance: &Arc<Instance>, limit: usize) -> Result<usize, StoreErr
     }
     let owner = instance.owner;
     let text = instance.texts.purge_owners.clone();
-    run(instance, text, |query| query.bind(*owner.as_bytes())).await?;
+    run(session, text, |query| query.bind(*owner.as_bytes())).await?;
     Ok(changed)
 }
 
 async fn abandoned(
-    instance: &Arc<Instance>,
+    session: &mut Session,
     mut after: Option<(Timestamp, RecordId)>,
     limit: usize,
 ) -> Result<Vec<Record>, StoreError> {
     let mut page = Vec::new();
     while page.len() < limit {
         let wanted = limit - page.len();
-        let found = run(instance, instance.texts.abandoned.clone(), |query| {
+        let text = session.instance.texts.abandoned.clone();
+        let found = run(session, text, |query| {
             let (created, scope, key) = match &after {
                 Some((created, id)) => (*created, id.scope.as_bytes(), id.key.as_bytes()),
                 // Stored as minus infinity.
@@ -560,11 +553,11 @@ async fn abandoned(
 }
 
 async fn run(
-    instance: &Arc<Instance>,
+    session: &mut Session,
     text: SqlStr,
     bind: impl for<'q> Fn(Statement<'q>) -> Statement<'q>,
 ) -> Result<Answered, StoreError> {
-    let answered = Session::new(instance.clone()).run(text, bind).await;
+    let answered = session.run(text, bind).await;
     answered.map_err(|failure| failure.error())
 }
 

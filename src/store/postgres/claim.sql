@@ -37,10 +37,11 @@ SELECT
     scheme, fingerprint, token, owner, attempt, mode, state, created, run_until, completed, expires,
     response_expires, request_id, status,
     CASE WHEN state = 2 AND (response_expires IS NULL OR response_expires > clock_timestamp())
-        THEN response END AS response,
+        AND octet_length(response) <= 65536 THEN response END AS response,
     ord,
     CASE
         WHEN expires <= clock_timestamp() OR state = 1 AND token = claim THEN 0
+        WHEN state = 2 AND octet_length(response) > 65536 THEN 6 -- completed; large
         WHEN state = 2 THEN 3 -- completed
         WHEN NOT claimable THEN 2 -- in flight
         WHEN token = replaces THEN 0

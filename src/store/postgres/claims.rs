@@ -6,13 +6,14 @@ use std::collections::{HashMap, HashSet};
 use sqlx::{Row, postgres::PgRow};
 
 use super::{
+    bind_id,
     failure::judged,
     rows::{self, COLUMNS, interval, mode_code},
     session::Session,
     texts::{Grown, Texts},
 };
 use crate::{
-    record::RecordId,
+    record::{Record, RecordId, State},
     store::{
         Claim, ClaimRequest, Held, StoreError, StoreErrorKind, Ticket,
         group::{Asked, Failure, MAX_OPERATIONS, Operation},
@@ -23,6 +24,13 @@ type Asking = Asked<ClaimRequest, Claim>;
 
 /// The outcome of a claim whose acknowledgement was lost.
 const WON_AGAIN: i32 = 5;
+
+/// The outcome of a claim on a record with a response so large that it is fetched by itself: a batch of
+/// replays must not bring all of theirs at once.
+const LARGE: i32 = 6;
+
+/// About the most bytes of large responses that one batch brings.
+const MAX_LARGE: usize = 8 << 20;
 
 /// Answers the claims that can be answered now. Who stays without an answer is to ask again: the record
 /// is in somebody else's hands this very moment.
@@ -42,21 +50,86 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
         return Ok(());
     }
     let rows = ask(session, |texts| &texts.claim, &firsts(&groups)).await?;
-    let all = groups.len();
     answer(&mut groups, &rows)?;
+    let all = groups.len();
+    let (mut large, mut undecided) = unanswered(groups, &rows)?;
+    let done = all > large.len() + undecided.len();
+    match decide_rest(session, &mut large, &mut undecided).await {
+        // The others have their answers. These try again.
+        Err(_) if done => Ok(()),
+        decided => decided,
+    }
+}
 
-    let mut undecided: Vec<_> = (groups.into_iter())
-        .filter(|group| !group[0].is_answered())
-        .collect();
+type Group<'a, 'b> = &'a mut [&'b mut Asking];
+
+/// Those that wait for a large response, and those that `claim.sql` does not decide.
+fn unanswered<'a, 'b>(
+    groups: Vec<Group<'a, 'b>>,
+    rows: &[PgRow],
+) -> Result<(Vec<Group<'a, 'b>>, Vec<Group<'a, 'b>>), Failure> {
+    let mut large = HashSet::new();
+    for row in rows {
+        if row.try_get::<i32, _>(COLUMNS + 1).map_err(judged)? == LARGE {
+            large.extend(row.try_get::<Option<i64>, _>(COLUMNS).map_err(judged)?);
+        }
+    }
+    let groups = (1..).zip(groups);
+    let unanswered = groups.filter(|(_, group)| !group[0].is_answered());
+    let (with, without): (Vec<_>, Vec<_>) = unanswered.partition(|(ord, _)| large.contains(ord));
+    let groups = |them: Vec<(i64, _)>| them.into_iter().map(|(_, group)| group).collect();
+    Ok((groups(with), groups(without)))
+}
+
+async fn decide_rest(
+    session: &mut Session,
+    large: &mut [Group<'_, '_>],
+    undecided: &mut [Group<'_, '_>],
+) -> Result<(), Failure> {
+    let mut bytes = 0;
+    for group in large {
+        if bytes >= MAX_LARGE {
+            break;
+        }
+        let Some(record) = fetch(session, &group[0].question.id).await? else {
+            continue;
+        };
+        let record = match record {
+            Ok(record) => record,
+            Err(damage) => {
+                group[0].answer(Err(damage));
+                continue;
+            }
+        };
+        // Otherwise it was forgotten meanwhile, and made anew.
+        if record.state == State::Completed {
+            bytes += record.response.as_ref().map_or(0, bytes::Bytes::len);
+            answer_group(group, Ok(Claim::Completed(Box::new(record))), None);
+        }
+    }
     if undecided.is_empty() {
         return Ok(());
     }
-    match ask(session, |texts| &texts.take, &firsts(&undecided)).await {
-        Ok(rows) => answer(&mut undecided, &rows),
-        // The others have their answers. These try again.
-        Err(_) if undecided.len() < all => Ok(()),
-        Err(failure) => Err(failure),
-    }
+    let rows = ask(session, |texts| &texts.take, &firsts(undecided)).await?;
+    answer(undecided, &rows)
+}
+
+/// The live record of this name.
+pub(super) async fn fetch(
+    session: &mut Session,
+    id: &RecordId,
+) -> Result<Option<Result<Record, StoreError>>, Failure> {
+    let text = session.instance.texts.get.clone();
+    let found = session.run(text, |query| bind_id(query, id)).await?;
+    let Some(row) = found.rows.first() else {
+        return Ok(None);
+    };
+    let response_is_over: bool = row.try_get(COLUMNS).map_err(judged)?;
+    let record = rows::record(row, id.clone()).map_err(damaged);
+    Ok(Some(record.map(|mut record| {
+        record.response = record.response.filter(|_| !response_is_over);
+        record
+    })))
 }
 
 /// Those for the keys that came first, as many as one statement decides.
@@ -69,7 +142,7 @@ fn first_keys(claims: Vec<&mut Asking>) -> Vec<&mut Asking> {
     claims.into_iter().filter(is_among_them).collect()
 }
 
-fn firsts<'a>(groups: &'a [&mut [&mut Asking]]) -> Vec<&'a ClaimRequest> {
+fn firsts<'a>(groups: &'a [Group<'_, '_>]) -> Vec<&'a ClaimRequest> {
     groups.iter().map(|group| &group[0].question).collect()
 }
 
@@ -140,7 +213,7 @@ async fn ask(
 
 /// Answers all who ask for the keys of these rows. A row names its claim by its place, or, when it was
 /// just made, by its token.
-fn answer(groups: &mut [&mut [&mut Asking]], rows: &[PgRow]) -> Result<(), Failure> {
+fn answer(groups: &mut [Group<'_, '_>], rows: &[PgRow]) -> Result<(), Failure> {
     let mut tokens = HashMap::with_capacity(groups.len());
     for (at, group) in groups.iter().enumerate() {
         tokens.insert(*group[0].question.token.as_bytes(), at);
@@ -153,36 +226,37 @@ fn answer(groups: &mut [&mut [&mut Asking]], rows: &[PgRow]) -> Result<(), Failu
                 .get(row.try_get::<&[u8], _>(2).map_err(judged)?)
                 .copied(),
         };
-        if let Some(group) = at.and_then(|at| groups.get_mut(at)) {
-            answer_group(group, row)?;
-        }
+        let Some(group) = at.and_then(|at| groups.get_mut(at)) else {
+            continue;
+        };
+        let first = &group[0].question;
+        let Some(claim) = decided(first, row)? else {
+            continue;
+        };
+        let won = match &claim {
+            Ok(Claim::Won(ticket)) => held(first, ticket, row)?,
+            _ => None,
+        };
+        answer_group(group, claim, won.as_ref());
     }
     Ok(())
 }
 
-/// Answers all who ask for one key.
-fn answer_group(group: &mut [&mut Asking], row: &PgRow) -> Result<(), Failure> {
+/// Answers all who ask for one key. `won` is what the others are told of a claim that was won.
+fn answer_group(group: &mut [&mut Asking], claim: Result<Claim, StoreError>, won: Option<&Held>) {
     let Some((first, others)) = group.split_first_mut() else {
-        return Ok(());
-    };
-    let Some(claim) = decided(&first.question, row)? else {
-        return Ok(());
+        return;
     };
     if let Ok(claim) = &claim {
-        let won = match claim {
-            Claim::Won(ticket) => held(&first.question, ticket, row)?,
-            _ => None,
-        };
         for other in others {
             // Those behind one that the database has to decide come after it.
-            let Some(claim) = after(claim, won.as_ref(), &other.question) else {
+            let Some(claim) = after(claim, won, &other.question) else {
                 break;
             };
             other.answer(Ok(claim));
         }
     }
     first.answer(claim);
-    Ok(())
 }
 
 /// What the others are told of the claim that was just won; `None` when that is for the database to say.
@@ -217,7 +291,7 @@ fn decided(
     row: &PgRow,
 ) -> Result<Option<Result<Claim, StoreError>>, Failure> {
     let outcome: i32 = row.try_get(COLUMNS + 1).map_err(judged)?;
-    if outcome == 0 {
+    if outcome == 0 || outcome == LARGE {
         return Ok(None);
     }
     if outcome == 1 || outcome == WON_AGAIN {

@@ -41,6 +41,9 @@ const MAX_BROKEN: u32 = 64;
 /// end it when it is old.
 const KEEP: Duration = Duration::from_secs(1);
 
+/// How long statements over many rows may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// One store instance: what handles and writers share.
 pub(super) struct Instance {
     pub(super) pool: PgPool,
@@ -59,6 +62,9 @@ pub(super) struct Instance {
 /// Somebody who sends statements, one after the other.
 pub(super) struct Session {
     pub(super) instance: Arc<Instance>,
+    patience: Duration,
+    /// Whether the server is given up when it does not answer in time.
+    gives_up: bool,
     /// A connection for the next statement, and when to give it back.
     kept: Option<(PoolConnection<Postgres>, Instant)>,
     /// Whether the last statement, if it failed, may have been carried out all the same, or may yet be.
@@ -76,10 +82,20 @@ pub(super) struct Answered {
 impl Session {
     pub(super) fn new(instance: Arc<Instance>) -> Self {
         Self {
+            patience: instance.operation_timeout,
+            gives_up: true,
             instance,
             kept: None,
             sent: false,
         }
+    }
+
+    /// For statements that read or write many rows. That one of them takes long says nothing about the
+    /// server.
+    pub(super) fn patient(mut self) -> Self {
+        self.patience = self.patience.max(PATIENCE);
+        self.gives_up = false;
+        self
     }
 
     /// Gives the connection back.
@@ -105,7 +121,7 @@ impl Session {
         text: SqlStr,
         bind: impl for<'q> Fn(Statement<'q>) -> Statement<'q>,
     ) -> Result<Answered, Failure> {
-        let deadline = Instant::now() + self.instance.operation_timeout;
+        let deadline = Instant::now() + self.patience;
         let mut again = false;
         let mut attempts = 0;
         self.sent = false;
@@ -136,7 +152,7 @@ impl Session {
             };
             if !retry || Instant::now() >= deadline {
                 return Err(match failure.reach {
-                    Reach::Connection => self.instance.give_up(failure),
+                    Reach::Connection if self.gives_up => self.instance.give_up(failure),
                     _ => failure,
                 });
             }

@@ -74,12 +74,13 @@ SELECT
     s.state, s.created, s.run_until, s.completed, s.expires, s.response_expires,
     CASE WHEN o.ord IS NULL THEN s.request_id ELSE o.request_id END AS request_id, s.status,
     CASE WHEN o.ord IS NULL AND s.state = 2 AND (s.response_expires IS NULL OR s.response_expires > clock.now)
-        THEN s.response END AS response,
+        AND octet_length(s.response) <= 65536 THEN s.response END AS response,
     w.ord,
     CASE
         WHEN o.ord IS NOT NULL THEN 1 -- won
         WHEN a.ord IS NOT NULL THEN 5 -- won again
         WHEN s.ord IS NULL OR s.expired THEN 0 -- to be asked again: somebody else is at it
+        WHEN s.state = 2 AND octet_length(s.response) > 65536 THEN 6 -- completed; large
         WHEN s.state = 2 THEN 3 -- completed
         WHEN NOT s.claimable THEN 2 -- in flight
         WHEN s.token = s.replaces THEN 0
