@@ -4,7 +4,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -54,6 +54,9 @@ pub(super) struct Instance {
     /// Whether statements begin a transaction of their own level, because the default of the database
     /// would have them fail for their neighbours' sake.
     begins_itself: AtomicBool,
+    opened: Instant,
+    /// When the server answered last, in microseconds since the store was opened.
+    last_answer: AtomicU64,
     /// Why nothing is sent at the moment.
     outage: Mutex<Option<Failure>>,
     doubts: Mutex<Doubts>,
@@ -121,7 +124,8 @@ impl Session {
         text: SqlStr,
         bind: impl for<'q> Fn(Statement<'q>) -> Statement<'q>,
     ) -> Result<Answered, Failure> {
-        let deadline = Instant::now() + self.patience;
+        let begun = Instant::now();
+        let deadline = begun + self.patience;
         let mut again = false;
         let mut attempts = 0;
         self.sent = false;
@@ -134,7 +138,10 @@ impl Session {
                 .attempt(bind(sqlx::query(text.clone())), deadline)
                 .await
             {
-                Ok(rows) => return Ok(Answered { rows, again }),
+                Ok(rows) => {
+                    self.instance.answered();
+                    return Ok(Answered { rows, again });
+                }
                 Err(failed) => failed,
             };
             let retry = match failure.reach {
@@ -152,7 +159,7 @@ impl Session {
             };
             if !retry || Instant::now() >= deadline {
                 return Err(match failure.reach {
-                    Reach::Connection if self.gives_up => self.instance.give_up(failure),
+                    Reach::Connection if self.gives_up => self.instance.give_up(failure, begun),
                     _ => failure,
                 });
             }
@@ -232,6 +239,8 @@ impl Instance {
             texts,
             operation_timeout,
             begins_itself: AtomicBool::new(begins_itself),
+            opened: Instant::now(),
+            last_answer: AtomicU64::new(0),
             outage: Mutex::new(None),
             doubts: Mutex::default(),
         }
@@ -253,9 +262,21 @@ impl Instance {
         self.outage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on everybody hears at once why nothing goes, until the server answers again.
-    fn give_up(self: &Arc<Self>, mut failure: Failure) -> Failure {
+    /// The server has answered.
+    fn answered(&self) {
+        let since = self.opened.elapsed().as_micros();
+        let since = u64::try_from(since).unwrap_or(u64::MAX);
+        self.last_answer.fetch_max(since, Ordering::Relaxed);
+    }
+
+    /// From now on everybody hears at once why nothing goes, until the server answers again. Not so when
+    /// it has answered somebody else since this was `begun`: then the trouble is over.
+    fn give_up(self: &Arc<Self>, mut failure: Failure, begun: Instant) -> Failure {
         failure.reach = Reach::Connection;
+        let last_answer = Duration::from_micros(self.last_answer.load(Ordering::Relaxed));
+        if self.opened + last_answer > begun {
+            return failure;
+        }
         let mut outage = self.outage();
         if outage.is_none() {
             tracing::warn!(kind = ?failure.kind, "Postgres is given up for now: {}", failure.message);
@@ -324,6 +345,7 @@ async fn look_for_the_server(instance: Weak<Instance>) {
         match instance.check().await {
             Ok(()) => {
                 tracing::info!("Postgres is back");
+                instance.answered();
                 *instance.outage() = None;
                 return;
             }
