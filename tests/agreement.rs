@@ -275,6 +275,7 @@ enum Together {
     All,
     /// Claims on one key. Others share a statement too, but which of them was decided first is
     /// nobody's business.
+    #[cfg_attr(not(feature = "postgres"), expect(dead_code))]
     ClaimsOnOneKey,
 }
 
@@ -387,6 +388,7 @@ async fn every_answer_of_sqlite_is_the_protocols() {
     every_answer_is_the_protocols(World::sqlite, Together::All).await;
 }
 
+#[cfg(feature = "postgres")]
 #[tokio::test(flavor = "multi_thread")]
 async fn every_answer_of_postgres_is_the_protocols() {
     every_answer_is_the_protocols(World::postgres, Together::ClaimsOnOneKey).await;

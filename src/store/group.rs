@@ -83,6 +83,10 @@ pub(crate) struct Renew {
     pub(crate) lease: Duration,
 }
 
+#[cfg_attr(
+    not(feature = "sqlite"),
+    expect(dead_code, reason = "Postgres carries these out apart")
+)]
 pub(crate) struct Save {
     pub(crate) ticket: Ticket,
     pub(crate) name: String,
@@ -90,6 +94,10 @@ pub(crate) struct Save {
 }
 
 /// One operation of the store's traits, waiting for its transaction.
+#[cfg_attr(
+    not(feature = "sqlite"),
+    expect(dead_code, reason = "Postgres carries some out apart")
+)]
 pub(crate) enum Operation {
     Claim(Asked<ClaimRequest, Claim>),
     Complete(Asked<Complete, Settled>),
@@ -192,6 +200,15 @@ pub(crate) enum Reach {
 }
 
 impl Failure {
+    pub(crate) fn new(kind: StoreErrorKind, reach: Reach, message: &'static str) -> Self {
+        Self {
+            kind,
+            message,
+            source: None,
+            reach,
+        }
+    }
+
     pub(crate) fn error(&self) -> StoreError {
         let error = StoreError::new(self.kind, self.message);
         match &self.source {

@@ -99,6 +99,8 @@ mod postgres;
 pub(crate) mod protocol;
 #[cfg(feature = "sqlite")]
 mod sqlite;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod stored;
 
 use std::{fmt, future::Future, sync::Arc, time::Duration};
 

@@ -10,7 +10,7 @@ use sqlx::{
 use tokio::{runtime::Handle, sync::Mutex};
 
 use self::{
-    failure::{failure, judged, unavailable},
+    failure::{judged, unavailable},
     rows::{COLUMNS, Time},
     session::{Answered, Instance, Session, Statement},
     texts::{Names, Texts},
@@ -251,7 +251,7 @@ impl PostgresStoreOptions {
             None => schema::current(&mut connection).await?,
         };
         if !is_name(&schema, 63) && schema.contains(['"', '\'', '\\']) {
-            return Err(failure(
+            return Err(Failure::new(
                 StoreErrorKind::Schema,
                 Reach::Connection,
                 "the name of the Postgres schema holds a quote; choose another one with `schema`",

@@ -12,7 +12,6 @@ use sqlx::{Row, SqliteConnection};
 use tokio::{runtime::Handle, sync::Mutex};
 
 use self::{
-    failure::failure,
     schema::Database,
     statements::{ABANDONED, COUNT, decode, decode_id},
     writer::SqliteWriter,
@@ -182,7 +181,7 @@ impl SqliteStoreOptions {
 
     async fn open_or_fail(self) -> Result<SqliteStore, Failure> {
         if Handle::try_current().is_err() {
-            return Err(failure(
+            return Err(Failure::new(
                 StoreErrorKind::Unavailable,
                 Reach::Connection,
                 "an SQLite store must be opened in a tokio runtime",

@@ -8,15 +8,16 @@ use sqlx::{Row, postgres::PgRow};
 use super::{
     bind_id,
     failure::judged,
-    rows::{self, COLUMNS, interval, mode_code},
+    rows::{self, COLUMNS, interval},
     session::Session,
     texts::{Grown, Texts},
 };
 use crate::{
     record::{Record, RecordId, State},
     store::{
-        Claim, ClaimRequest, Held, StoreError, StoreErrorKind, Ticket,
+        Claim, ClaimRequest, Held, StoreError, Ticket,
         group::{Asked, Failure, MAX_OPERATIONS, Operation},
+        stored::{damaged, mode_code},
     },
 };
 
@@ -312,14 +313,6 @@ fn decided(
         3 => Claim::Completed(Box::new(record)),
         _ => Claim::Abandoned(Held::of(&record)),
     })))
-}
-
-pub(super) fn damaged(damage: rows::Damage) -> StoreError {
-    StoreError::new(
-        StoreErrorKind::Corrupt,
-        "a stored record cannot be read: it was damaged or changed by hand; forget it once its effect is known",
-    )
-    .with_source(damage)
 }
 
 /// What a claim on the same key is answered after this one; `None` when the database has to decide.

@@ -10,18 +10,9 @@ use crate::store::{
     group::{Failure, Reach},
 };
 
-pub(super) fn failure(kind: StoreErrorKind, reach: Reach, message: &'static str) -> Failure {
-    Failure {
-        kind,
-        message,
-        source: None,
-        reach,
-    }
-}
-
 /// Out of reach: whatever was under way may or may not have happened.
 pub(super) fn unavailable(message: &'static str) -> Failure {
-    failure(StoreErrorKind::Unavailable, Reach::Connection, message)
+    Failure::new(StoreErrorKind::Unavailable, Reach::Connection, message)
 }
 
 pub(super) fn judged(error: sqlx::Error) -> Failure {
@@ -170,12 +161,12 @@ fn judge_code(code: &str) -> Failure {
             "Postgres could not carry the statement out",
         ),
     };
-    failure(kind, reach, message)
+    Failure::new(kind, reach, message)
 }
 
 fn judge_connection(error: &sqlx::Error) -> Failure {
     if let sqlx::Error::Encode(_) = error {
-        return failure(
+        return Failure::new(
             StoreErrorKind::Invalid,
             Reach::Value,
             "the value cannot be sent to Postgres: it is too large",

@@ -16,7 +16,8 @@ use sqlx::{
 
 use crate::{
     IdempotencyKey, Scope,
-    record::{Fingerprint, Mode, Owner, Record, RecordId, State, Timestamp, Token},
+    record::{Fingerprint, Owner, Record, RecordId, Timestamp, Token},
+    store::stored::{Damage, mode_of, state_of},
 };
 
 /// Postgres counts from 2000-01-01.
@@ -63,8 +64,6 @@ pub(super) fn interval(duration: Duration) -> PgInterval {
     }
 }
 
-pub(super) type Damage = Box<dyn std::error::Error + Send + Sync>;
-
 /// How many columns [`record`] reads, so where others begin.
 pub(super) const COLUMNS: usize = 15;
 
@@ -102,29 +101,4 @@ pub(super) fn id(row: &PgRow, column: usize) -> Result<RecordId, sqlx::Error> {
     let scope = Scope::new(row.try_get::<&[u8], _>(column)?);
     let key = IdempotencyKey::new(row.try_get::<&[u8], _>(column + 1)?);
     Ok(RecordId::new(scope, key))
-}
-
-pub(super) fn mode_code(mode: Mode) -> i16 {
-    match mode {
-        Mode::Plain => 1,
-        Mode::Transactional => 2,
-    }
-}
-
-fn mode_of(code: i16) -> Option<Mode> {
-    match code {
-        1 => Some(Mode::Plain),
-        2 => Some(Mode::Transactional),
-        _ => None,
-    }
-}
-
-pub(super) fn state_of(code: i16) -> Option<State> {
-    match code {
-        1 => Some(State::Running),
-        2 => Some(State::Completed),
-        3 => Some(State::Abandoned),
-        4 => Some(State::Released),
-        _ => None,
-    }
 }

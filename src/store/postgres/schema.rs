@@ -3,7 +3,7 @@
 use sqlx::{Connection, PgConnection, Row};
 
 use super::{
-    failure::{failure, judged, unavailable},
+    failure::{judged, unavailable},
     texts::{Names, Texts, safe},
 };
 use crate::store::{
@@ -85,8 +85,7 @@ pub(super) async fn current(connection: &mut PgConnection) -> Result<String, Fai
         .await
         .map_err(judged)?;
     schema.ok_or_else(|| {
-        failure(
-            StoreErrorKind::Schema,
+        Failure::new(StoreErrorKind::Schema,
             Reach::Connection,
             "the search_path of the Postgres role names no schema that exists; set it, or choose a schema with `schema`",
         )
@@ -102,7 +101,13 @@ pub(super) async fn check(
         .fetch_one(connection)
         .await
         .map_err(judged)?;
-    let schema = |message| Err(failure(StoreErrorKind::Schema, Reach::Connection, message));
+    let schema = |message| {
+        Err(Failure::new(
+            StoreErrorKind::Schema,
+            Reach::Connection,
+            message,
+        ))
+    };
     match row.try_get::<Option<i64>, _>("version").map_err(judged)? {
         Some(VERSION) => {}
         Some(newer) if newer > VERSION => {

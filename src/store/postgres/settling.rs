@@ -5,10 +5,9 @@ use std::{collections::HashSet, time::Duration};
 use sqlx::{Row, postgres::PgRow};
 
 use super::{
-    claims::damaged,
     doubts,
     failure::judged,
-    rows::{interval, state_of},
+    rows::interval,
     session::{Answered, Session, Statement},
 };
 use crate::{
@@ -16,6 +15,7 @@ use crate::{
     store::{
         Settled, StoreError, Ticket,
         group::{Failure, MAX_OPERATIONS, Operation},
+        stored::{damaged, state_of},
     },
 };
 
@@ -74,7 +74,7 @@ pub(super) async fn run(
         let settled = match held[at] {
             Some(code) => match state_of(code) {
                 Some(state) => Ok(settled(line.kind, state)),
-                None => Err(damaged("unknown state".into())),
+                None => Err(damaged("unknown state")),
             },
             None if locked.contains(&at) => continue,
             // When it was sent before, and the answer lost, it was this very release that took place.

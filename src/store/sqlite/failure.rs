@@ -7,15 +7,6 @@ use crate::store::{
     group::{Failure, Reach},
 };
 
-pub(super) fn failure(kind: StoreErrorKind, reach: Reach, message: &'static str) -> Failure {
-    Failure {
-        kind,
-        message,
-        source: None,
-        reach,
-    }
-}
-
 impl From<sqlx::Error> for Failure {
     fn from(error: sqlx::Error) -> Self {
         use StoreErrorKind::{Corrupt, Invalid, Schema, Unavailable};
@@ -75,7 +66,7 @@ impl From<sqlx::Error> for Failure {
         };
         Self {
             source: Some(Arc::new(error)),
-            ..failure(kind, reach, message)
+            ..Failure::new(kind, reach, message)
         }
     }
 }

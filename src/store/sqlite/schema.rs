@@ -11,7 +11,7 @@ use sqlx::{
     sqlite::{SqliteConnectOptions, SqliteSynchronous},
 };
 
-use super::{Journal, failure::failure};
+use super::Journal;
 use crate::store::{
     StoreErrorKind,
     group::{Failure, Reach},
@@ -81,7 +81,7 @@ impl Database {
     ) -> Result<Self, Failure> {
         // SQLite takes these for a database in memory or in a temporary file.
         if path.as_os_str().is_empty() || path == Path::new(":memory:") {
-            return Err(failure(
+            return Err(Failure::new(
                 StoreErrorKind::Unavailable,
                 Reach::Connection,
                 "the path names no file; use MemoryStore to keep records in memory",
@@ -168,7 +168,7 @@ impl Database {
         };
         let mode: String = sqlx::query_scalar(pragma).fetch_one(connection).await?;
         if mode != expected {
-            return Err(failure(
+            return Err(Failure::new(
                 StoreErrorKind::Unavailable,
                 Reach::Connection,
                 "SQLite cannot use this journal here; choose the other Journal, or a local disk",
@@ -217,13 +217,13 @@ async fn check(
     connection: &mut SqliteConnection,
 ) -> Result<(), Failure> {
     if objects.is_empty() {
-        return Err(failure(
+        return Err(Failure::new(
             StoreErrorKind::Schema,
             Reach::Connection,
             "the SQLite tables are gone; restore the file, or open the store anew to start without records",
         ));
     }
-    let foreign = failure(
+    let foreign = Failure::new(
         StoreErrorKind::Schema,
         Reach::Connection,
         "the SQLite file has tables named idempotency_… that are not this crate's; open another file, or rename them",
@@ -241,7 +241,7 @@ async fn check(
             .fetch_optional(connection)
             .await?;
     if version.is_some_and(|version| version > VERSION) {
-        return Err(failure(
+        return Err(Failure::new(
             StoreErrorKind::Schema,
             Reach::Connection,
             "the SQLite tables were made by a newer version of tower-idempotency; upgrade this service",
@@ -260,7 +260,7 @@ async fn check(
 fn unreadable(error: io::Error) -> Failure {
     Failure {
         source: Some(std::sync::Arc::new(error)),
-        ..failure(
+        ..Failure::new(
             StoreErrorKind::Unavailable,
             Reach::Connection,
             "the SQLite database file cannot be found; restore it",

@@ -15,7 +15,7 @@ use super::statements::{
 };
 use crate::{
     record::{Owner, Record, RecordId, Timestamp},
-    store::{StoreError, StoreErrorKind, group::Failure, protocol::Leases},
+    store::{StoreError, group::Failure, protocol::Leases, stored::damaged},
 };
 
 /// A record as it was found, and as the operations have left it so far.
@@ -35,11 +35,7 @@ impl Slot {
     pub(super) fn record(&self) -> Result<Option<&Record>, StoreError> {
         match &self.damage {
             None => Ok(self.record.as_ref()),
-            Some(damage) => Err(StoreError::new(
-                StoreErrorKind::Corrupt,
-                "a stored record cannot be read: it was damaged or changed by hand; forget it once its effect is known",
-            )
-            .with_source(damage.clone())),
+            Some(damage) => Err(damaged(damage.clone())),
         }
     }
 

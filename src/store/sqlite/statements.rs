@@ -10,7 +10,8 @@ use sqlx::{
 
 use crate::{
     IdempotencyKey, Scope,
-    record::{Fingerprint, Mode, Owner, Record, RecordId, State, Timestamp, Token},
+    record::{Fingerprint, Owner, Record, RecordId, Timestamp, Token},
+    store::stored::{Damage, mode_code, mode_of, state_code, state_of},
 };
 
 /// A statement written once, 8 times and 64 times: SQLite runs the copies one after the other. Each
@@ -211,8 +212,6 @@ pub(super) fn decode_id(row: &SqliteRow) -> Result<RecordId, sqlx::Error> {
     Ok(RecordId::new(scope, key))
 }
 
-type Damage = Box<dyn std::error::Error + Send + Sync>;
-
 /// Reads a row, whatever it holds: what cannot be understood is an error, never a panic.
 pub(super) fn decode(row: &SqliteRow, id: RecordId) -> Result<Record, Damage> {
     let micros = |column| -> Result<Option<Timestamp>, Damage> {
@@ -241,38 +240,4 @@ pub(super) fn decode(row: &SqliteRow, id: RecordId) -> Result<Record, Damage> {
         status: status.transpose()?,
         response: row.try_get::<Option<Vec<u8>>, _>(17)?.map(Bytes::from),
     })
-}
-
-fn mode_code(mode: Mode) -> i64 {
-    match mode {
-        Mode::Plain => 1,
-        Mode::Transactional => 2,
-    }
-}
-
-fn mode_of(code: i64) -> Option<Mode> {
-    match code {
-        1 => Some(Mode::Plain),
-        2 => Some(Mode::Transactional),
-        _ => None,
-    }
-}
-
-fn state_code(state: State) -> i64 {
-    match state {
-        State::Running => 1,
-        State::Completed => 2,
-        State::Abandoned => 3,
-        State::Released => 4,
-    }
-}
-
-fn state_of(code: i64) -> Option<State> {
-    match code {
-        1 => Some(State::Running),
-        2 => Some(State::Completed),
-        3 => Some(State::Abandoned),
-        4 => Some(State::Released),
-        _ => None,
-    }
 }

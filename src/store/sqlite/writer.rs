@@ -9,7 +9,6 @@ use sqlx::{Connection, SqliteConnection};
 
 use super::{
     Instance,
-    failure::failure,
     schema::{Opened, pause},
     statements::GIVE_UP_LEASE,
     transaction,
@@ -89,7 +88,7 @@ impl SqliteWriter {
         let mut committed = transaction::run(&mut opened.connection, &instance, batch).await;
         // Asked after the commit: what went into a file that nobody finds any more is no promise.
         if committed.is_ok() && !instance.database.is_current(opened) {
-            committed = Err(failure(
+            committed = Err(Failure::new(
                 StoreErrorKind::Unavailable,
                 Reach::Connection,
                 "the SQLite database file was moved, replaced or deleted; restore it",
