@@ -275,7 +275,6 @@ enum Together {
     All,
     /// Claims on one key. Others share a statement too, but which of them was decided first is
     /// nobody's business.
-    #[cfg_attr(not(feature = "postgres"), expect(dead_code))]
     ClaimsOnOneKey,
 }
 
