@@ -5,7 +5,7 @@
 //! behind, never a statement cut in the middle.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     error::Error,
     future::Future,
     sync::{
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     bounded::{first, within},
-    record::{Record, RecordId},
+    record::{Record, RecordId, Token},
 };
 
 /// The most operations in one transaction, or on one statement.
@@ -51,6 +51,9 @@ pub(crate) struct Asked<Q, A> {
     answer: Option<Result<A, StoreError>>,
     #[cfg(feature = "postgres")]
     since: Instant,
+    /// Left without an answer it rests, longer each time, so that others come first.
+    #[cfg(feature = "postgres")]
+    rest: Option<(Duration, Instant)>,
     caller: oneshot::Sender<Result<A, StoreError>>,
 }
 
@@ -64,6 +67,22 @@ impl<Q, A> Asked<Q, A> {
     #[cfg(feature = "postgres")]
     pub(crate) fn is_answered(&self) -> bool {
         self.answer.is_some()
+    }
+
+    /// Whether it was left without an answer a moment ago.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn rests(&self) -> bool {
+        self.rest.is_some_and(|(_, until)| Instant::now() < until)
+    }
+
+    /// It was tried in vain.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn has_to_rest(&mut self) {
+        let rest = match self.rest {
+            Some((rest, _)) => LAST_REST.min(rest * 2),
+            None => FIRST_REST,
+        };
+        self.rest = Some((rest, Instant::now() + rest));
     }
 }
 
@@ -154,6 +173,11 @@ impl Operation {
     #[cfg(feature = "postgres")]
     pub(crate) fn waits_for(&self) -> Option<Duration> {
         each!(self, asked => asked.answer.is_none().then(|| asked.since.elapsed()))
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn has_to_rest(&mut self) {
+        each!(self, asked => asked.has_to_rest());
     }
 
     #[cfg(feature = "postgres")]
@@ -335,6 +359,8 @@ impl Queue {
             answer: None,
             #[cfg(feature = "postgres")]
             since: Instant::now(),
+            #[cfg(feature = "postgres")]
+            rest: None,
             caller,
         };
         let sent = self.operations.send(operation(asked)).await;
@@ -379,9 +405,9 @@ async fn serve<W: Writer>(
             Some(rest) => LAST_REST.min(rest * 2),
             None => FIRST_REST,
         });
-        left.into_iter()
-            .rev()
-            .for_each(|next| waiting.push_front(next));
+        for next in left.into_iter().rev() {
+            waiting.push_front(next);
+        }
     }
     // The last handle is gone. The lease is left to lapse: a run of this instance may have been
     // dropped with it, and what it did is for the recovery policy to judge.
@@ -423,7 +449,36 @@ async fn gather<W: Writer>(
         }
     };
     waiting.extend(taken);
+    replace_older_copies(waiting);
     open
+}
+
+/// Whoever waits in vain for a completion sends it again. The new one takes the place of the old one,
+/// whose caller is gone: so it is sent once, and somebody hears of it.
+fn replace_older_copies(waiting: &mut VecDeque<Operation>) {
+    let is_left_behind = |operation: &Operation| match operation {
+        Operation::Complete(asked) => asked.caller.is_closed(),
+        _ => false,
+    };
+    if !waiting.iter().any(is_left_behind) {
+        return;
+    }
+    let mut places: HashMap<Token, usize> = HashMap::new();
+    let mut replaced = vec![false; waiting.len()];
+    for at in 0..waiting.len() {
+        let Operation::Complete(asked) = &waiting[at] else {
+            continue;
+        };
+        let token = asked.question.ticket.token;
+        let older = places.insert(token, at);
+        if let Some(older) = older.filter(|older| is_left_behind(&waiting[*older])) {
+            waiting.swap(older, at);
+            replaced[at] = true;
+            places.insert(token, older);
+        }
+    }
+    let mut replaced = replaced.into_iter();
+    waiting.retain(|_| !replaced.next().unwrap_or(false));
 }
 
 impl Counted {

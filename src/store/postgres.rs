@@ -21,7 +21,7 @@ use super::{
     MAX_CHECKPOINTS, Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew},
 };
-use crate::record::{Record, RecordId, Timestamp};
+use crate::record::{Owner, Record, RecordId, Timestamp};
 
 mod claims;
 mod doubts;
@@ -38,8 +38,8 @@ mod writer;
 /// The most records one statement removes, so that none takes long.
 const PURGE_STEP: usize = 1_000;
 
-/// Connections of a pool that the store opens for itself: one for claims, one for what ends a run, and
-/// two for the rest.
+/// Connections of a pool that the store opens for itself: one for claims, one for what ends a run, one for
+/// heartbeats, and one for the rest.
 const CONNECTIONS: u32 = 4;
 
 /// Keeps records in Postgres, where any number of service instances meet.
@@ -59,7 +59,7 @@ const CONNECTIONS: u32 = 4;
 ///
 /// # Speed
 ///
-/// Two tasks write, one for claims and one for what ends a run. While a statement is under way,
+/// One task writes claims, and one what ends a run. While a statement is under way,
 /// operations queue up, and the next statement takes them all, so that concurrent requests share round
 /// trips and commits, and nobody waits for a timer. A first request costs two round trips, a replay
 /// one.
@@ -104,6 +104,7 @@ pub struct PostgresStore(Arc<Shared>);
 struct Shared {
     claims: Queue,
     settling: Queue,
+    renewing: Queue,
     instance: Arc<Instance>,
     saving: Arc<[Mutex<()>; 16]>,
 }
@@ -239,6 +240,7 @@ impl PostgresStoreOptions {
         Ok(PostgresStore(Arc::new(Shared {
             claims: Queue::start(PostgresWriter::Claims(Sender::new(instance.clone()))),
             settling: Queue::start(PostgresWriter::Settling(Sender::new(instance.clone()))),
+            renewing: Queue::start(PostgresWriter::Renewing(Sender::new(instance.clone()))),
             instance,
             saving: Arc::default(),
         })))
@@ -250,11 +252,12 @@ impl PostgresStoreOptions {
             Some(schema) => schema.clone(),
             None => schema::current(&mut connection).await?,
         };
-        if !is_name(&schema, 63) && schema.contains(['"', '\'', '\\']) {
+        let is_odd = |c: char| c.is_control() || ['"', '\'', '\\'].contains(&c);
+        if schema.contains(is_odd) {
             return Err(Failure::new(
                 StoreErrorKind::Schema,
                 Reach::Connection,
-                "the name of the Postgres schema holds a quote; choose another one with `schema`",
+                "the name of the Postgres schema holds a quote or a control character; choose another one with `schema`",
             ));
         }
         let names = Names {
@@ -264,12 +267,14 @@ impl PostgresStoreOptions {
         if self.migrate {
             schema::migrate(&mut connection, &names).await?;
         }
-        let texts = Texts::of(&names);
+        let owner = Owner::random();
+        let texts = Texts::of(&names, owner);
         let checked = schema::check(&mut connection, &texts).await?;
         drop(connection);
         Ok(Instance::new(
             pool.clone(),
             runtime,
+            owner,
             texts,
             self.operation_timeout,
             !checked.read_committed,
@@ -371,7 +376,7 @@ impl Store for PostgresStore {
     async fn renew(&self, tickets: &[Ticket], lease: Duration) -> Result<Vec<Settled>, StoreError> {
         let tickets = tickets.to_vec();
         let renew = Renew { tickets, lease };
-        self.0.settling.ask(Operation::Renew, renew).await
+        self.0.renewing.ask(Operation::Renew, renew).await
     }
 
     async fn purge(&self, limit: usize) -> Result<usize, StoreError> {
@@ -381,7 +386,8 @@ impl Store for PostgresStore {
 
     async fn close(&self) -> Result<(), StoreError> {
         self.0.claims.close().await?;
-        self.0.settling.close().await
+        self.0.settling.close().await?;
+        self.0.renewing.close().await
     }
 }
 

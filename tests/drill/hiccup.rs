@@ -107,7 +107,7 @@ async fn is_undone(server: &Server) {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(5) {
         let released = "SELECT EXISTS (SELECT FROM pg_stat_activity
-             WHERE state = 'idle' AND query LIKE '%pg_snapshot_xmin%')";
+             WHERE state = 'idle' AND query LIKE '%starts_with(query, $1) AND state%')";
         let released = sqlx::query_scalar(released);
         if released.fetch_one(&mut connection).await.unwrap() {
             return;

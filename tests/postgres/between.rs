@@ -105,7 +105,7 @@ async fn answered<T>(task: JoinHandle<T>) -> T {
 const TAKING: &str = "took AS";
 const CLAIMING: &str = "made AS";
 const SETTLING: &str = "done AS";
-const PURGING: &str = "ctid = ANY";
+const PURGING: &str = "gone AS (\n    DELETE FROM";
 
 /// A claim whose lease is over at once, so that its record may be taken over while its owner lives on.
 fn brief(key: &str) -> ClaimRequest {

@@ -55,7 +55,14 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
     let all = groups.len();
     let (mut large, mut undecided) = unanswered(groups, &rows)?;
     let done = all > large.len() + undecided.len();
-    match decide_rest(session, &mut large, &mut undecided).await {
+    let decided = decide_rest(session, &mut large, &mut undecided).await;
+    if decided.is_ok() {
+        let undecided = undecided.into_iter();
+        for group in undecided.filter(|group| !group[0].is_answered()) {
+            group.iter_mut().for_each(|asked| asked.has_to_rest());
+        }
+    }
+    match decided {
         // The others have their answers. These try again.
         Err(_) if done => Ok(()),
         decided => decided,
@@ -153,6 +160,7 @@ fn claims(batch: &mut [Operation]) -> Vec<&mut Asking> {
     let mut claims = Vec::with_capacity(batch.len());
     for operation in batch {
         match operation {
+            Operation::Claim(asked) if asked.rests() => {}
             Operation::Claim(asked) if !passed.contains(&asked.question.id) => claims.push(asked),
             Operation::Release(asked) => {
                 passed.insert(asked.question.ticket.id.clone());

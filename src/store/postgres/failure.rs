@@ -33,6 +33,11 @@ pub(super) fn judged(error: sqlx::Error) -> Failure {
 /// Classes of errors that are about a value: data, constraints, and what a trigger raises.
 const DATA: [&str; 3] = ["22", "23", "P0"];
 
+/// Classes of errors whose messages show no value: about connections, rights, names and the server.
+const PLAIN: [&str; 11] = [
+    "08", "25", "28", "3D", "3F", "40", "42", "53", "55", "57", "58",
+];
+
 /// What the server said, without the values it said it of: a detail may show a whole row, with its scope
 /// and key.
 #[derive(Debug)]
@@ -45,9 +50,9 @@ struct Told {
 impl Told {
     fn of(error: &(dyn DatabaseError + 'static)) -> Option<Self> {
         let code = error.code()?.into_owned();
-        let shows_values = DATA.iter().any(|class| code.starts_with(class));
+        let is_plain = PLAIN.iter().any(|class| code.starts_with(class));
         Some(Self {
-            message: (!shows_values).then(|| error.message().to_owned()),
+            message: is_plain.then(|| error.message().to_owned()),
             constraint: error.constraint().map(str::to_owned),
             code,
         })
@@ -155,10 +160,21 @@ fn judge_code(code: &str) -> Failure {
             Reach::Value,
             "Postgres refused the value: it holds a NUL character, is too large, or a constraint or trigger was added to the table",
         ),
+        _ if ["08", "53", "57", "58", "XX"]
+            .iter()
+            .any(|class| code.starts_with(class)) =>
+        {
+            (
+                Unavailable,
+                Reach::Connection,
+                "Postgres could not carry the statement out; see the server's log",
+            )
+        }
+        // Of a trigger, perhaps, and about one value.
         _ => (
             Unavailable,
-            Reach::Connection,
-            "Postgres could not carry the statement out",
+            Reach::Value,
+            "Postgres could not carry the statement out; see the server's log",
         ),
     };
     Failure::new(kind, reach, message)

@@ -21,6 +21,7 @@ use tokio::runtime::Handle;
 use super::{
     doubts::Doubts,
     failure::{broke, judged, unavailable},
+    rows::interval,
     schema,
     texts::Texts,
 };
@@ -199,7 +200,8 @@ impl Session {
                 false,
             ),
         };
-        self.sent = true;
+        // An answer of the server says that nothing was done.
+        self.sent |= broke || failure.source.is_none();
         if begin || failure.reach == Reach::Connection {
             discard(connection);
         }
@@ -228,6 +230,7 @@ impl Instance {
     pub(super) fn new(
         pool: PgPool,
         runtime: Handle,
+        owner: Owner,
         texts: Texts,
         operation_timeout: Duration,
         begins_itself: bool,
@@ -235,7 +238,7 @@ impl Instance {
         Self {
             pool,
             runtime,
-            owner: Owner::random(),
+            owner,
             texts,
             operation_timeout,
             begins_itself: AtomicBool::new(begins_itself),
@@ -287,6 +290,23 @@ impl Instance {
         failure
     }
 
+    /// Best effort: a server that does not answer has nothing to cancel.
+    async fn cancel_what_was_given_up(&self) {
+        let deadline = Instant::now() + self.operation_timeout.min(Duration::from_secs(1));
+        let Ok(mut connection) = self.connection(deadline).await else {
+            return;
+        };
+        let cancel = sqlx::query(self.texts.cancel.clone())
+            .bind(&*self.texts.tag)
+            .bind(interval(self.operation_timeout))
+            .fetch_all(&mut *connection);
+        let patience = deadline.saturating_duration_since(Instant::now());
+        match within(patience, cancel).await {
+            Some(Ok(_)) => drop(connection),
+            _ => discard(connection),
+        }
+    }
+
     pub(super) async fn check(&self) -> Result<(), Failure> {
         let deadline = Instant::now() + self.operation_timeout;
         let mut connection = self.connection(deadline).await?;
@@ -315,6 +335,11 @@ fn judged_timeout() -> Failure {
     judged(sqlx::Error::PoolTimedOut)
 }
 
+/// The time-out is for a process that stands still before it commits: its open change would hold up
+/// whoever claims the same key.
+const BEGIN: &str =
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '5s'";
+
 /// All rows, to the very end of the answer: a statement outside a transaction is committed only after
 /// its last row was sent, and may still fail then.
 async fn fetch(
@@ -325,9 +350,7 @@ async fn fetch(
     if !begin {
         return statement.fetch_all(connection).await;
     }
-    sqlx::raw_sql("BEGIN ISOLATION LEVEL READ COMMITTED")
-        .execute(&mut *connection)
-        .await?;
+    sqlx::raw_sql(BEGIN).execute(&mut *connection).await?;
     let rows = statement.fetch_all(&mut *connection).await?;
     sqlx::raw_sql("COMMIT").execute(connection).await?;
     Ok(rows)
@@ -342,6 +365,7 @@ async fn look_for_the_server(instance: Weak<Instance>) {
         let Some(instance) = instance.upgrade() else {
             return;
         };
+        instance.cancel_what_was_given_up().await;
         match instance.check().await {
             Ok(()) => {
                 tracing::info!("Postgres is back");

@@ -8,7 +8,7 @@ WITH held AS MATERIALIZED (
     ) WITH ORDINALITY AS w (scope, key, token, kind, status, response, ttl, response_ttl, ord)
     JOIN idempotency_records r ON r.scope = w.scope AND r.key = w.key
     WHERE r.token = w.token
-    ORDER BY w.ord FOR UPDATE OF r SKIP LOCKED
+    ORDER BY w.ord FOR NO KEY UPDATE OF r SKIP LOCKED
 ), done AS (
     UPDATE idempotency_records r SET
         state = CASE h.kind WHEN 1 THEN 2 ELSE 3 END,

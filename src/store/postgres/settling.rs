@@ -48,12 +48,18 @@ pub(super) async fn run(
 ) -> Result<(), Failure> {
     let mut lines = lines(batch);
     lines.retain(|line| (line.kind == Kind::Release) == releases);
-    if releases {
-        let tokens = lines.iter().map(|line| line.ticket.token);
-        let open = doubts::open(session, tokens).await?;
-        lines.retain(|line| !open.contains(&line.ticket.token));
+    let tokens = lines.iter().map(|line| line.ticket.token);
+    let mut resting = Vec::new();
+    if releases && doubts::are_open(session, tokens).await? {
+        let doubts = session.instance.doubts();
+        lines.retain(|line| {
+            let in_doubt = doubts.contains(line.ticket.token);
+            resting.extend(in_doubt.then_some(line.at));
+            !in_doubt
+        });
     }
     if lines.is_empty() {
+        resting.into_iter().for_each(|at| batch[at].has_to_rest());
         return Ok(());
     }
     lines.truncate(MAX_OPERATIONS);
@@ -76,19 +82,20 @@ pub(super) async fn run(
                 Some(state) => Ok(settled(line.kind, state)),
                 None => Err(damaged("unknown state")),
             },
-            None if locked.contains(&at) => continue,
+            None if locked.contains(&at) => {
+                resting.push(line.at);
+                continue;
+            }
             // When it was sent before, and the answer lost, it was this very release that took place.
             None if answered.again && releases => Ok(Settled::Done),
             None => Ok(Settled::Lost),
         };
-        if releases && matches!(settled, Ok(Settled::Done)) {
-            session.instance.doubts().remove(line.ticket.token);
-        }
         answers.push((line.at, settled));
     }
     for (at, settled) in answers {
         answer(&mut batch[at], settled);
     }
+    resting.into_iter().for_each(|at| batch[at].has_to_rest());
     Ok(())
 }
 
@@ -116,9 +123,9 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
     let mut passed: HashSet<&RecordId> = HashSet::new();
     let mut lines = Vec::with_capacity(batch.len());
     for (at, operation) in batch.iter().enumerate() {
-        let (id, line) = match operation {
-            Operation::Claim(asked) => (&asked.question.id, None),
-            Operation::Forget(asked) => (&asked.question, None),
+        let (id, line, rests) = match operation {
+            Operation::Claim(asked) => (&asked.question.id, None, false),
+            Operation::Forget(asked) => (&asked.question, None, false),
             Operation::Complete(asked) => {
                 let ticket = &asked.question.ticket;
                 let (done, lifetimes) = (&asked.question.done, asked.question.lifetimes);
@@ -129,7 +136,7 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
                     response_ttl: lifetimes.response_ttl,
                     ..Line::new(at, Kind::Complete, ticket)
                 };
-                (&ticket.id, Some(line))
+                (&ticket.id, Some(line), asked.rests())
             }
             Operation::Release(asked) => {
                 let ticket = &asked.question.ticket;
@@ -137,16 +144,20 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
                     ttl: Some(asked.question.ttl),
                     ..Line::new(at, Kind::Release, ticket)
                 };
-                (&ticket.id, Some(line))
+                (&ticket.id, Some(line), asked.rests())
             }
             Operation::Abandon(asked) => {
                 let ticket = &asked.question;
-                (&ticket.id, Some(Line::new(at, Kind::Abandon, ticket)))
+                (
+                    &ticket.id,
+                    Some(Line::new(at, Kind::Abandon, ticket)),
+                    asked.rests(),
+                )
             }
             _ => continue,
         };
         if passed.insert(id) {
-            lines.extend(line);
+            lines.extend(line.filter(|_| !rests));
         }
     }
     lines

@@ -31,7 +31,7 @@ fn the_tables_can_be_had_as_sql_with_other_names() {
 
 #[test]
 fn a_statement_for_one_record_takes_it_out_of_the_arrays() {
-    let texts = Texts::of(&names(None, "idempotency"));
+    let texts = Texts::of(&names(None, "idempotency"), Owner::random());
     for grown in [
         &texts.claim,
         &texts.take,
@@ -49,7 +49,7 @@ fn a_statement_for_one_record_takes_it_out_of_the_arrays() {
 
 #[test]
 fn a_statement_on_tables_that_have_doubled_is_planned_anew() {
-    let texts = Texts::of(&names(None, "idempotency"));
+    let texts = Texts::of(&names(None, "idempotency"), Owner::random());
     let mut seen = std::collections::HashSet::new();
     for _ in 0..1_000 {
         seen.insert(texts.claim.text(100).as_str().to_owned());

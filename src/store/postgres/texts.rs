@@ -10,6 +10,8 @@ use std::{
 
 use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
+use crate::record::Owner;
+
 const SCHEMA: &str = include_str!("../postgres.sql");
 
 const CLAIM: &str = include_str!("claim.sql");
@@ -36,6 +38,30 @@ SELECT w.ord
 FROM unnest($3::bytea[], $4::bytea[], $5::bytea[]) WITH ORDINALITY AS w (scope, key, token, ord)
 JOIN idempotency_records r ON r.scope = w.scope AND r.key = w.key
 WHERE r.token = w.token AND r.state = 1 AND r.run_until > clock_timestamp()";
+
+/// For a ticket by itself, which is how a run asks before it does what cannot be undone: then nobody may
+/// take the record over on the ground of a lease that had lapsed before, so the lease is written to the
+/// record too. Not to one whose handler's transaction will complete it: that is fenced by itself, and
+/// must find the row as it was.
+const RENEW_ONE: &str = "WITH alive AS (
+    INSERT INTO idempotency_owners AS o (owner, alive_until) VALUES ($1, clock_timestamp() + $2)
+    ON CONFLICT (owner) DO UPDATE SET alive_until = greatest(o.alive_until, excluded.alive_until)
+), held AS MATERIALIZED (
+    SELECT r.scope, r.key, r.mode, r.owner FROM idempotency_records r
+    WHERE r.scope = ($3::bytea[])[1] AND r.key = ($4::bytea[])[1] AND r.token = ($5::bytea[])[1]
+        AND r.state = 1 AND r.run_until > clock_timestamp()
+    FOR NO KEY UPDATE SKIP LOCKED
+), kept AS (
+    UPDATE idempotency_records r SET lease_until = greatest(r.lease_until, clock_timestamp() + $2)
+    FROM held h
+    WHERE h.mode = 1 AND h.owner = $1 AND r.scope = h.scope AND r.key = h.key
+)
+SELECT 1::bigint FROM held";
+
+/// Whether a run goes on.
+const RUNNING: &str = "SELECT FROM idempotency_records r
+WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 1
+    AND r.run_until > clock_timestamp()";
 
 const GIVE_UP_LEASE: &str = "WITH gone AS (DELETE FROM idempotency_owners WHERE owner = $1)
 UPDATE idempotency_records SET lease_until = clock_timestamp()
@@ -91,32 +117,31 @@ LEFT JOIN idempotency_checkpoints c
     ON c.scope = r.scope AND c.key = r.key AND c.created = r.created
 WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 ORDER BY c.ord";
 
-/// By `ctid`, because the number of rows is not known when the statement is planned, and a plan for very
-/// many would read the whole table. The rows are asked again whether they are over, since in a
-/// partitioned table one `ctid` names several. The time is read in a subquery: with a volatile function
-/// in its place no index could be used.
-const PURGE_RECORDS: &str = "WITH gone AS (
-    DELETE FROM idempotency_records
-    WHERE ctid = ANY (ARRAY (
-        SELECT ctid FROM idempotency_records
-        WHERE expires <= (SELECT clock_timestamp()) ORDER BY expires LIMIT $1 FOR UPDATE SKIP LOCKED
-    )) AND expires <= clock_timestamp()
-    RETURNING scope, key
+/// The inner limit is a number, so that the plan is one for few rows, whatever `$1` will be. The time is
+/// read in a subquery: with a volatile function in its place no index could be used.
+const PURGE_RECORDS: &str = "WITH due AS MATERIALIZED (
+    SELECT scope, key FROM (
+        SELECT scope, key FROM idempotency_records
+        WHERE expires <= (SELECT clock_timestamp()) ORDER BY expires LIMIT 1000 FOR UPDATE SKIP LOCKED
+    ) locked LIMIT $1
+), gone AS (
+    DELETE FROM idempotency_records r USING due d WHERE r.scope = d.scope AND r.key = d.key
 ), cleared AS (
-    DELETE FROM idempotency_checkpoints c USING gone g WHERE c.scope = g.scope AND c.key = g.key
+    DELETE FROM idempotency_checkpoints c USING due d WHERE c.scope = d.scope AND c.key = d.key
 )
-SELECT count(*) FROM gone";
+SELECT count(*) FROM due";
 
-const PURGE_RESPONSES: &str = "WITH emptied AS (
-    UPDATE idempotency_records SET response = NULL
-    WHERE ctid = ANY (ARRAY (
-        SELECT ctid FROM idempotency_records
+const PURGE_RESPONSES: &str = "WITH due AS MATERIALIZED (
+    SELECT scope, key FROM (
+        SELECT scope, key FROM idempotency_records
         WHERE response_expires <= (SELECT clock_timestamp()) AND response IS NOT NULL
-        ORDER BY response_expires LIMIT $1 FOR UPDATE SKIP LOCKED
-    )) AND response_expires <= clock_timestamp()
-    RETURNING 1
+        ORDER BY response_expires LIMIT 1000 FOR NO KEY UPDATE SKIP LOCKED
+    ) locked LIMIT $1
+), emptied AS (
+    UPDATE idempotency_records r SET response = NULL
+    FROM due d WHERE r.scope = d.scope AND r.key = d.key
 )
-SELECT count(*) FROM emptied";
+SELECT count(*) FROM due";
 
 const PURGE_OWNERS: &str = "DELETE FROM idempotency_owners o USING (
     SELECT owner FROM idempotency_owners
@@ -184,10 +209,15 @@ LEFT JOIN (
     SELECT scope, key, created, name, value, ord FROM idempotency_checkpoints WHERE false
 ) checkpoints ON true";
 
-/// The oldest transaction that has not ended, and, when asked for, one that has just begun. (The end of
-/// a snapshot would not do: transactions that have begun may lie beyond it.)
-const SNAPSHOT: &str = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
-    CASE WHEN $1 THEN pg_current_xact_id()::text::bigint END";
+/// Statements of this instance that are under way beside this one. `$1` is what they begin with.
+const GIVEN_UP: &str = "SELECT pid FROM pg_stat_activity
+WHERE starts_with(query, $1) AND state <> 'idle' AND pid <> pg_backend_pid()";
+
+/// Ends those that wait for a lock: their connections are cut, which they do not notice while they wait,
+/// and so would be more and more. Not those that wait for a standby, whose work is done.
+const CANCEL: &str = "SELECT pg_cancel_backend(pid) FROM pg_stat_activity
+WHERE starts_with(query, $1) AND wait_event_type = 'Lock' AND pid <> pg_backend_pid()
+    AND query_start < clock_timestamp() - $2::interval";
 
 const FIND_META: &str = "SELECT to_regclass('idempotency_meta') IS NOT NULL";
 
@@ -252,9 +282,9 @@ pub(super) struct Grown {
 const FIRST_GROWTH: u64 = 512;
 
 impl Grown {
-    fn new(many: String) -> Self {
+    fn new(one: String, many: String) -> Self {
         Self {
-            one: safe(only_one(&many).unwrap_or_else(|| many.clone())),
+            one: safe(one),
             planned: RwLock::new(safe(many.clone())),
             many,
             used: AtomicU64::new(0),
@@ -300,6 +330,8 @@ pub(super) struct Texts {
     pub(super) release: Grown,
     pub(super) standing: Grown,
     pub(super) renew: Grown,
+    pub(super) renew_one: SqlStr,
+    pub(super) running: SqlStr,
     pub(super) give_up_lease: SqlStr,
     pub(super) get: SqlStr,
     pub(super) forget: SqlStr,
@@ -311,13 +343,22 @@ pub(super) struct Texts {
     pub(super) count: SqlStr,
     pub(super) abandoned: SqlStr,
     pub(super) check: SqlStr,
-    pub(super) snapshot: SqlStr,
+    pub(super) given_up: SqlStr,
+    pub(super) cancel: SqlStr,
+    /// What every statement of this instance begins with, apart from those about statements.
+    pub(super) tag: Arc<str>,
 }
 
 impl Texts {
-    pub(super) fn of(names: &Names) -> Self {
-        let grown = |text| Grown::new(names.fill(text));
-        let fixed = |text| safe(names.fill(text));
+    pub(super) fn of(names: &Names, owner: Owner) -> Self {
+        let owner = u128::from_be_bytes(*owner.as_bytes());
+        let tag = format!("/* idempotency {owner:032x} */ ");
+        let tagged = |text: &str| format!("{tag}{}", names.fill(text));
+        let grown = |text: &str| {
+            let one = only_one(text).unwrap_or_else(|| text.to_owned());
+            Grown::new(tagged(&one), tagged(text))
+        };
+        let fixed = |text: &str| safe(tagged(text));
         Self {
             claim: grown(CLAIM),
             take: grown(TAKE),
@@ -325,6 +366,8 @@ impl Texts {
             release: grown(RELEASE),
             standing: grown(STANDING),
             renew: grown(RENEW),
+            renew_one: fixed(RENEW_ONE),
+            running: fixed(RUNNING),
             give_up_lease: fixed(GIVE_UP_LEASE),
             get: fixed(GET),
             forget: fixed(FORGET),
@@ -336,7 +379,9 @@ impl Texts {
             count: fixed(COUNT),
             abandoned: fixed(ABANDONED),
             check: fixed(CHECK),
-            snapshot: fixed(SNAPSHOT),
+            given_up: safe(GIVEN_UP),
+            cancel: safe(CANCEL),
+            tag: tag.clone().into(),
         }
     }
 }

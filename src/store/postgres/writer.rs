@@ -1,4 +1,4 @@
-//! The two writers of a store instance, each of which has one statement under way at a time.
+//! The writers of a store instance, each of which has one statement under way at a time.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -15,7 +15,7 @@ use crate::{
     record::RecordId,
     store::{
         Settled, StoreError, StoreErrorKind, Ticket,
-        group::{Failure, Operation, Renew, Writer},
+        group::{Failure, Operation, Reach, Renew, Writer},
     },
 };
 
@@ -25,8 +25,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) enum PostgresWriter {
     /// Writes claims, and what may undo one: in one queue, so that it never overtakes the claim.
     Claims(Sender),
-    /// Writes what ends a run, and heartbeats.
+    /// Writes what ends a run.
     Settling(Sender),
+    /// Writes heartbeats, which must not be late because others take long.
+    Renewing(Sender),
 }
 
 pub(super) struct Sender {
@@ -84,33 +86,49 @@ impl Writer for PostgresWriter {
 
     /// One class of operations; the others are left for the next time.
     async fn commit(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
-        let (Self::Claims(sender) | Self::Settling(sender)) = self;
-        let class = sender.next(batch);
+        let sender = self.sender();
+        let Some(class) = sender.next(batch) else {
+            return Ok(());
+        };
         let session = &mut sender.session;
-        match class {
-            Some(Class::Claims) => claims::run(session, batch).await?,
-            Some(Class::Releases) => settling::run(session, batch, true).await?,
-            Some(Class::Settling) => settling::run(session, batch, false).await?,
-            Some(Class::Forgetting) => forget_first(session, batch).await?,
-            Some(Class::Renewal) => renew_first(session, batch).await?,
-            None => {}
+        let sent = match class {
+            Class::Claims => claims::run(session, batch).await,
+            Class::Releases => settling::run(session, batch, true).await,
+            Class::Settling => settling::run(session, batch, false).await,
+            Class::Forgetting => forget_first(session, batch).await,
+            Class::Renewal => renew_first(session, batch).await,
+        };
+        match sent {
+            Err(failure) if failure.reach == Reach::Value => return Err(failure),
+            // The others were not sent.
+            Err(failure) => (batch.iter_mut())
+                .filter(|operation| {
+                    Class::of(operation) == class && operation.waits_for().is_some()
+                })
+                .for_each(|operation| operation.answer_error(failure.error())),
+            Ok(()) => batch.iter_mut().for_each(give_up_waiting),
         }
-        batch.iter_mut().for_each(give_up_waiting);
         Ok(())
     }
 
-    /// The queue of claims is closed before the other one: when the lease is given up, no statement that
+    /// The queue of heartbeats is closed last: when the lease is given up, no statement that
     /// would extend it is under way any more.
     async fn close(self) -> Result<(), Failure> {
         match self {
-            Self::Claims(_) => Ok(()),
-            Self::Settling(mut sender) => give_up_lease(&mut sender.session).await,
+            Self::Claims(_) | Self::Settling(_) => Ok(()),
+            Self::Renewing(mut sender) => give_up_lease(&mut sender.session).await,
         }
     }
 
     fn rest(&mut self) {
-        let (Self::Claims(sender) | Self::Settling(sender)) = self;
-        sender.session.rest();
+        self.sender().session.rest();
+    }
+}
+
+impl PostgresWriter {
+    fn sender(&mut self) -> &mut Sender {
+        let (Self::Claims(sender) | Self::Settling(sender) | Self::Renewing(sender)) = self;
+        sender
     }
 }
 
@@ -119,7 +137,7 @@ fn give_up_waiting(operation: &mut Operation) {
     let locked = || {
         StoreError::new(
             StoreErrorKind::Unavailable,
-            "another Postgres session keeps the record locked; end its transaction",
+            "the record stays locked by another Postgres session, or by a statement that was given up; look for open transactions on the idempotency tables",
         )
     };
     if operation.waits_for() >= Some(PATIENCE) {
@@ -164,12 +182,40 @@ async fn forget(session: &mut Session, id: &RecordId) -> Result<Option<bool>, Fa
 async fn renew_first(session: &mut Session, batch: &mut [Operation]) -> Result<(), Failure> {
     for operation in batch {
         if let Operation::Renew(asked) = operation {
-            let held = renew(session, &asked.question).await?;
-            asked.answer(Ok(held));
+            let held = match &*asked.question.tickets {
+                [ticket] => renew_one(session, ticket, asked.question.lease).await?,
+                _ => Some(renew(session, &asked.question).await?),
+            };
+            if let Some(held) = held {
+                asked.answer(Ok(held));
+            }
             break;
         }
     }
     Ok(())
+}
+
+/// `None` while somebody else has the record locked, and may be taking it over.
+async fn renew_one(
+    session: &mut Session,
+    ticket: &Ticket,
+    lease: Duration,
+) -> Result<Option<Vec<Settled>>, Failure> {
+    let owner = session.instance.owner;
+    let text = session.instance.texts.renew_one.clone();
+    let held = session.run(text, |query| {
+        let query = query.bind(*owner.as_bytes()).bind(interval(lease));
+        bind_tickets(query, &[ticket])
+    });
+    if !held.await?.rows.is_empty() {
+        return Ok(Some(vec![Settled::Done]));
+    }
+    let text = session.instance.texts.running.clone();
+    let running = session.run(text, |query| {
+        bind_id(query, &ticket.id).bind(*ticket.token.as_bytes())
+    });
+    let is_locked = !running.await?.rows.is_empty();
+    Ok((!is_locked).then(|| vec![Settled::Lost]))
 }
 
 async fn renew(session: &mut Session, renew: &Renew) -> Result<Vec<Settled>, Failure> {
