@@ -69,6 +69,12 @@ impl<Q, A> Asked<Q, A> {
         self.answer.is_some()
     }
 
+    /// Whether it was never left without an answer.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.rest.is_none()
+    }
+
     /// Whether it was left without an answer a moment ago.
     #[cfg(feature = "postgres")]
     pub(crate) fn rests(&self) -> bool {
@@ -173,6 +179,16 @@ impl Operation {
     #[cfg(feature = "postgres")]
     pub(crate) fn waits_for(&self) -> Option<Duration> {
         each!(self, asked => asked.answer.is_none().then(|| asked.since.elapsed()))
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn is_fresh(&self) -> bool {
+        each!(self, asked => asked.is_fresh())
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn rests(&self) -> bool {
+        each!(self, asked => asked.rests())
     }
 
     #[cfg(feature = "postgres")]

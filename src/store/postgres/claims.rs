@@ -141,7 +141,9 @@ pub(super) async fn fetch(
 }
 
 /// Those for the keys that came first, as many as one statement decides.
-fn first_keys(claims: Vec<&mut Asking>) -> Vec<&mut Asking> {
+fn first_keys(mut claims: Vec<&mut Asking>) -> Vec<&mut Asking> {
+    // However many there are that wait for somebody else, a new one does not wait behind them.
+    claims.sort_by_key(|claim| !claim.is_fresh());
     let mut keys = HashSet::new();
     let is_among_them = |claim: &&mut Asking| {
         let id = &claim.question.id;

@@ -30,6 +30,7 @@ enum Kind {
 struct Line<'a> {
     /// Its place in the batch.
     at: usize,
+    is_fresh: bool,
     kind: Kind,
     ticket: &'a Ticket,
     status: Option<i16>,
@@ -62,6 +63,8 @@ pub(super) async fn run(
         resting.into_iter().for_each(|at| batch[at].has_to_rest());
         return Ok(());
     }
+    // However many there are that wait for somebody else, a new one does not wait behind them.
+    lines.sort_by_key(|line| !line.is_fresh);
     lines.truncate(MAX_OPERATIONS);
     // All instances lock in one order.
     lines.sort_by(|a, b| a.ticket.id.cmp(&b.ticket.id));
@@ -123,9 +126,9 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
     let mut passed: HashSet<&RecordId> = HashSet::new();
     let mut lines = Vec::with_capacity(batch.len());
     for (at, operation) in batch.iter().enumerate() {
-        let (id, line, rests) = match operation {
-            Operation::Claim(asked) => (&asked.question.id, None, false),
-            Operation::Forget(asked) => (&asked.question, None, false),
+        let (id, line) = match operation {
+            Operation::Claim(asked) => (&asked.question.id, None),
+            Operation::Forget(asked) => (&asked.question, None),
             Operation::Complete(asked) => {
                 let ticket = &asked.question.ticket;
                 let (done, lifetimes) = (&asked.question.done, asked.question.lifetimes);
@@ -136,7 +139,7 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
                     response_ttl: lifetimes.response_ttl,
                     ..Line::new(at, Kind::Complete, ticket)
                 };
-                (&ticket.id, Some(line), asked.rests())
+                (&ticket.id, Some(line))
             }
             Operation::Release(asked) => {
                 let ticket = &asked.question.ticket;
@@ -144,20 +147,17 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
                     ttl: Some(asked.question.ttl),
                     ..Line::new(at, Kind::Release, ticket)
                 };
-                (&ticket.id, Some(line), asked.rests())
+                (&ticket.id, Some(line))
             }
             Operation::Abandon(asked) => {
                 let ticket = &asked.question;
-                (
-                    &ticket.id,
-                    Some(Line::new(at, Kind::Abandon, ticket)),
-                    asked.rests(),
-                )
+                (&ticket.id, Some(Line::new(at, Kind::Abandon, ticket)))
             }
             _ => continue,
         };
-        if passed.insert(id) {
-            lines.extend(line.filter(|_| !rests));
+        if passed.insert(id) && !operation.rests() {
+            let is_fresh = operation.is_fresh();
+            lines.extend(line.map(|line| Line { is_fresh, ..line }));
         }
     }
     lines
@@ -167,6 +167,7 @@ impl<'a> Line<'a> {
     fn new(at: usize, kind: Kind, ticket: &'a Ticket) -> Self {
         Self {
             at,
+            is_fresh: true,
             kind,
             ticket,
             status: None,
