@@ -76,6 +76,17 @@ const CONNECTIONS: u32 = 4;
 /// tokens tell whether the first try took place. While it is out of reach every operation fails at once
 /// with [`StoreErrorKind::Unavailable`], and the store looks for it in growing intervals of up to 1 s.
 ///
+/// A statement that the store gave up, because it waited for a lock longer than
+/// [`operation_timeout`](PostgresStoreOptions::operation_timeout), is cancelled as soon as the server
+/// answers again.
+///
+/// # Other sessions
+///
+/// A row that another session has locked or changed delays nobody but those who must change it, and these
+/// for at most 5 s, after which they fail with [`StoreErrorKind::Unavailable`]. One thing delays all claims
+/// of an instance: an uncommitted INSERT of a record that one of them asks for, by something else than this
+/// store, such as an import. Whether that claim is the first cannot be known before the INSERT ends.
+///
 /// # Cancel safety
 ///
 /// Operations run in tasks of the store. Dropping a future drops the answer only, and never leaves a
@@ -163,7 +174,8 @@ impl PostgresStoreOptions {
 
     /// How long an operation may take, from asking the pool for a connection to the server's answer,
     /// before it fails with [`StoreErrorKind::Unavailable`]. Default 5 s. It bounds the store; how long a
-    /// request waits is the layer's `store_timeout`.
+    /// request waits is the layer's `store_timeout`. Let the layer's `lease` be several times as long.
+    /// Reading or purging many rows may take a minute.
     ///
     /// # Panics
     ///
