@@ -21,7 +21,7 @@ const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a store may take to find out that its server is back.
 const BACK_WITHIN: Duration = Duration::from_secs(3);
 
-const AT_ONCE: Duration = Duration::from_millis(100);
+const AT_ONCE: Duration = Duration::from_millis(500);
 
 fn pool_of(server: &Server) -> PgPool {
     let options: PgConnectOptions = server.url().parse().unwrap();
