@@ -28,6 +28,8 @@ mod opening;
 mod orders;
 #[path = "postgres/outage.rs"]
 mod outage;
+#[path = "postgres/pressure.rs"]
+mod pressure;
 #[path = "postgres/purging.rs"]
 mod purging;
 #[path = "postgres/redaction.rs"]

@@ -2,6 +2,8 @@
 
 use std::sync::Mutex;
 
+use http::StatusCode;
+
 use super::*;
 use crate::{Fingerprint, IdempotencyKey, Scope};
 
@@ -34,8 +36,16 @@ impl Writer for Scripted {
         let mut script = self.0.lock().unwrap();
         let mut keys = Vec::new();
         for operation in batch {
-            let Operation::Claim(asked) = operation else {
-                continue;
+            let asked = match operation {
+                Operation::Claim(asked) => asked,
+                Operation::Complete(asked) => {
+                    let Complete { ticket, done, .. } = &asked.question;
+                    let key = String::from_utf8(ticket.id.key.as_bytes().to_vec()).unwrap();
+                    keys.push(format!("{key} {}", done.status.as_u16()));
+                    asked.answer(Ok(Settled::Done));
+                    continue;
+                }
+                _ => continue,
             };
             let key = String::from_utf8(asked.question.id.key.as_bytes().to_vec()).unwrap();
             keys.push(key.clone());
@@ -121,6 +131,41 @@ async fn a_claim_whose_caller_has_gone_is_not_tried_again() {
     let tried = writer.batches().len();
     claim(&queue, "yet another").await;
     assert_eq!(writer.batches()[tried..], [["yet another"]]);
+}
+
+/// A completion of this claim, which the writer tells by its key and its status.
+async fn complete(queue: &Queue, claimed: &ClaimRequest, status: StatusCode) -> Settled {
+    let complete = Complete {
+        ticket: claimed.ticket(1),
+        done: Completion::tombstone(status),
+        lifetimes: Lifetimes::new(Duration::from_secs(60)),
+    };
+    queue.ask(Operation::Complete, complete).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completion_that_is_sent_again_takes_the_place_of_the_one_whose_caller_has_gone() {
+    let writer = Scripted::default();
+    let queue = Queue::start(writer.clone());
+    let (again, other) = (request("again"), request("other"));
+    let sending = async {
+        // The writer has the first claim, and is busy with it for some more milliseconds.
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        let first = complete(&queue, &again, StatusCode::OK);
+        let waited = tokio::time::timeout(Duration::from_millis(2), first).await;
+        assert!(waited.is_err(), "the writer was not busy");
+        tokio::join!(
+            complete(&queue, &other, StatusCode::ACCEPTED),
+            complete(&queue, &again, StatusCode::CREATED),
+        )
+    };
+    let all = async { tokio::join!(claim(&queue, "busy"), sending) };
+    let (_, settled) = tokio::time::timeout(Duration::from_secs(5), all)
+        .await
+        .unwrap();
+    assert_eq!(settled, (Settled::Done, Settled::Done));
+    assert_eq!(writer.batches()[0], ["busy"]);
+    assert_eq!(writer.batches()[1..], [["again 201", "other 202"]]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -140,7 +140,8 @@ fn give_up_waiting(operation: &mut Operation) {
             "the record stays locked by another Postgres session, or by a statement that was given up; look for open transactions on the idempotency tables",
         )
     };
-    if operation.waits_for() >= Some(PATIENCE) {
+    // One that was never tried has only waited for its turn.
+    if !operation.is_fresh() && operation.waits_for() >= Some(PATIENCE) {
         operation.answer_error(locked());
     }
 }
