@@ -37,8 +37,7 @@ const MAX_BYTES: usize = 8 << 20;
 /// The most operations in the queue. Whoever comes later waits for a place, not for an error.
 const MAX_QUEUED: usize = 1024;
 
-/// How long operations rest that could not be carried out, for nobody else's fault, before they are tried
-/// again.
+/// How long operations rest that were left without an answer, before they are tried again.
 const FIRST_REST: Duration = Duration::from_millis(2);
 const LAST_REST: Duration = Duration::from_millis(50);
 
@@ -64,25 +63,24 @@ impl<Q, A> Asked<Q, A> {
         self.answer = Some(answer);
     }
 
-    #[cfg(feature = "postgres")]
     pub(crate) fn is_answered(&self) -> bool {
         self.answer.is_some()
     }
+}
 
+#[cfg(feature = "postgres")]
+impl<Q, A> Asked<Q, A> {
     /// Whether it was never left without an answer.
-    #[cfg(feature = "postgres")]
     pub(crate) fn is_fresh(&self) -> bool {
         self.rest.is_none()
     }
 
     /// Whether it was left without an answer a moment ago.
-    #[cfg(feature = "postgres")]
     pub(crate) fn rests(&self) -> bool {
         self.rest.is_some_and(|(_, until)| Instant::now() < until)
     }
 
     /// It was tried in vain.
-    #[cfg(feature = "postgres")]
     pub(crate) fn has_to_rest(&mut self) {
         let rest = match self.rest {
             Some((rest, _)) => LAST_REST.min(rest * 2),
@@ -175,34 +173,8 @@ impl Operation {
         }
     }
 
-    /// How long it has been without an answer; `None` with one.
-    #[cfg(feature = "postgres")]
-    pub(crate) fn waits_for(&self) -> Option<Duration> {
-        each!(self, asked => asked.answer.is_none().then(|| asked.since.elapsed()))
-    }
-
-    #[cfg(feature = "postgres")]
-    pub(crate) fn is_fresh(&self) -> bool {
-        each!(self, asked => asked.is_fresh())
-    }
-
-    #[cfg(feature = "postgres")]
-    pub(crate) fn rests(&self) -> bool {
-        each!(self, asked => asked.rests())
-    }
-
-    #[cfg(feature = "postgres")]
-    pub(crate) fn has_to_rest(&mut self) {
-        each!(self, asked => asked.has_to_rest());
-    }
-
-    #[cfg(feature = "postgres")]
-    pub(crate) fn answer_error(&mut self, error: StoreError) {
-        each!(self, asked => asked.answer(Err(error)));
-    }
-
     fn is_answered(&self) -> bool {
-        each!(self, asked => asked.answer.is_some())
+        each!(self, asked => asked.is_answered())
     }
 
     fn acknowledge(self) {
@@ -216,6 +188,31 @@ impl Operation {
         each!(self, asked => {
             let _ = asked.caller.send(Err(error));
         });
+    }
+}
+
+/// See [`Asked`].
+#[cfg(feature = "postgres")]
+impl Operation {
+    /// How long it has been without an answer; `None` with one.
+    pub(crate) fn waits_for(&self) -> Option<Duration> {
+        each!(self, asked => (!asked.is_answered()).then(|| asked.since.elapsed()))
+    }
+
+    pub(crate) fn is_fresh(&self) -> bool {
+        each!(self, asked => asked.is_fresh())
+    }
+
+    pub(crate) fn rests(&self) -> bool {
+        each!(self, asked => asked.rests())
+    }
+
+    pub(crate) fn has_to_rest(&mut self) {
+        each!(self, asked => asked.has_to_rest());
+    }
+
+    pub(crate) fn answer_error(&mut self, error: StoreError) {
+        each!(self, asked => asked.answer(Err(error)));
     }
 }
 
@@ -429,8 +426,8 @@ async fn serve<W: Writer>(
     // dropped with it, and what it did is for the recovery policy to judge.
 }
 
-/// Takes what has queued up, up to `most` in all. Waits when there is nothing to do, or when all there is
-/// shall rest first. Answers whether to go on.
+/// Takes what has queued up. Waits when there is nothing to do, or when all there is shall rest first.
+/// Answers whether to go on.
 async fn gather<W: Writer>(
     writer: &mut W,
     queue: &mut mpsc::Receiver<Operation>,
@@ -536,9 +533,10 @@ async fn commit(writer: &mut impl Writer, batch: Vec<Operation>) -> Vec<Operatio
         }
         match writer.commit(&mut part).await {
             Ok(()) => {
-                let (answered, unanswered) = part.into_iter().partition(Operation::is_answered);
-                Vec::into_iter(answered).for_each(Operation::acknowledge);
-                left.extend::<Vec<_>>(unanswered);
+                let (answered, unanswered): (Vec<_>, Vec<_>) =
+                    part.into_iter().partition(Operation::is_answered);
+                answered.into_iter().for_each(Operation::acknowledge);
+                left.extend(unanswered);
             }
             Err(failure) if failure.reach == Reach::Value && part.len() > 1 => {
                 let later = part.split_off(part.len() / 2);

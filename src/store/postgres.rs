@@ -14,7 +14,7 @@ use self::{
     rows::{COLUMNS, Time},
     session::{Answered, Instance, Session, Statement},
     texts::{Names, Texts},
-    writer::{PostgresWriter, Sender},
+    writer::PostgresWriter,
 };
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
@@ -35,7 +35,7 @@ mod tests;
 mod texts;
 mod writer;
 
-/// The most records one statement removes, so that none takes long.
+/// The most records one statement removes, so that none takes long; the statements name it too.
 const PURGE_STEP: usize = 1_000;
 
 /// Connections of a pool that the store opens for itself: one for claims, one for what ends a run, one for
@@ -250,9 +250,9 @@ impl PostgresStoreOptions {
         let instance = opened.unwrap_or_else(|_| Err(judged(sqlx::Error::PoolTimedOut)))?;
         let instance = Arc::new(instance);
         Ok(PostgresStore(Arc::new(Shared {
-            claims: Queue::start(PostgresWriter::Claims(Sender::new(instance.clone()))),
-            settling: Queue::start(PostgresWriter::Settling(Sender::new(instance.clone()))),
-            renewing: Queue::start(PostgresWriter::Renewing(Sender::new(instance.clone()))),
+            claims: Queue::start(PostgresWriter::new(instance.clone())),
+            settling: Queue::start(PostgresWriter::new(instance.clone())),
+            renewing: Queue::start(PostgresWriter::of_heartbeats(instance.clone())),
             instance,
             saving: Arc::default(),
         })))
@@ -281,7 +281,7 @@ impl PostgresStoreOptions {
         }
         let owner = Owner::random();
         let texts = Texts::of(&names, owner);
-        let checked = schema::check(&mut connection, &texts).await?;
+        let read_committed = schema::check(&mut connection, &texts).await?;
         drop(connection);
         Ok(Instance::new(
             pool.clone(),
@@ -289,7 +289,7 @@ impl PostgresStoreOptions {
             owner,
             texts,
             self.operation_timeout,
-            !checked.read_committed,
+            !read_committed,
         ))
     }
 }

@@ -41,7 +41,7 @@ pub(super) async fn run(session: &mut Session, batch: &mut [Operation]) -> Resul
     // sort is stable: of those who ask for one key the first comes first.
     asking.sort_by(|a, b| a.question.id.cmp(&b.question.id));
     let mut tokens = HashSet::new();
-    let mut groups: Vec<&mut [&mut Asking]> = asking
+    let mut groups: Vec<Group<'_, '_>> = asking
         .chunk_by_mut(|a, b| a.question.id == b.question.id)
         // A token names one claim of the statement.
         .filter(|group| tokens.insert(group[0].question.token))

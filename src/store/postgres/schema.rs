@@ -13,11 +13,6 @@ use crate::store::{
 
 const VERSION: i64 = 1;
 
-/// What is worth knowing about the database.
-pub(super) struct Checked {
-    pub(super) read_committed: bool,
-}
-
 /// Creates the tables where there are none.
 ///
 /// Under a lock of the database, so that of many instances that start at once one creates them and the
@@ -92,11 +87,9 @@ pub(super) async fn current(connection: &mut PgConnection) -> Result<String, Fai
     })
 }
 
-/// Refuses tables that are missing, not ours, not of this version or not ours to write.
-pub(super) async fn check(
-    connection: &mut PgConnection,
-    texts: &Texts,
-) -> Result<Checked, Failure> {
+/// Refuses tables that are missing, not ours, not of this version or not ours to write. Answers whether
+/// the database runs at read committed.
+pub(super) async fn check(connection: &mut PgConnection, texts: &Texts) -> Result<bool, Failure> {
     let row = sqlx::query(texts.check.clone())
         .fetch_one(connection)
         .await
@@ -146,7 +139,5 @@ pub(super) async fn check(
         );
     }
     let isolation: &str = row.try_get("isolation").map_err(judged)?;
-    Ok(Checked {
-        read_committed: isolation == "read committed",
-    })
+    Ok(isolation == "read committed")
 }

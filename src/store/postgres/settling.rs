@@ -39,9 +39,9 @@ struct Line<'a> {
     response_ttl: Option<Duration>,
 }
 
-/// Settles what can be settled now, releases or the rest. What stays without an answer is to be tried again: another session
-/// has locked the row, the same record stands in the batch twice, or a claim that is to be released may
-/// yet come to be.
+/// Settles what can be settled now, releases or the rest. What stays without an answer is to be tried
+/// again: another session has locked the row, the same record stands in the batch twice, or a claim that
+/// is to be released may yet come to be.
 pub(super) async fn run(
     session: &mut Session,
     batch: &mut [Operation],

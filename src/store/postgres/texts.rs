@@ -1,11 +1,8 @@
 //! Every statement, with the names of the tables filled in.
 
-use std::{
-    fmt,
-    sync::{
-        Arc, PoisonError, RwLock,
-        atomic::{AtomicU64, Ordering},
-    },
+use std::sync::{
+    Arc, PoisonError, RwLock,
+    atomic::{AtomicU64, Ordering},
 };
 
 use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
@@ -148,8 +145,7 @@ const PURGE_OWNERS: &str = "DELETE FROM idempotency_owners o USING (
     WHERE alive_until <= clock_timestamp() AND owner <> $1 FOR UPDATE SKIP LOCKED
 ) lapsed WHERE o.owner = lapsed.owner";
 
-/// Running and alive, completed, abandoned, released. Completed records are counted as what is left
-/// over, from the smallest index there is.
+/// Running and alive, completed, abandoned, released: a read of the whole table.
 const COUNT: &str = "SELECT
     count(*) FILTER (WHERE state = 1 AND NOT lapsed), count(*) FILTER (WHERE state = 2),
     count(*) FILTER (WHERE state = 3 OR state = 1 AND lapsed), count(*) FILTER (WHERE state = 4)
@@ -383,11 +379,5 @@ impl Texts {
             cancel: safe(CANCEL),
             tag: tag.clone().into(),
         }
-    }
-}
-
-impl fmt::Debug for Names {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}.{}_…", self.schema, self.prefix)
     }
 }

@@ -22,19 +22,14 @@ use crate::{
 /// How long an operation is tried again while another session keeps its row locked.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-pub(super) enum PostgresWriter {
-    /// Writes claims, and what may undo one: in one queue, so that it never overtakes the claim.
-    Claims(Sender),
-    /// Writes what ends a run.
-    Settling(Sender),
-    /// Writes heartbeats, which must not be late because others take long.
-    Renewing(Sender),
-}
-
-pub(super) struct Sender {
+/// There is one for claims and what may undo one, so that it never overtakes the claim; one for what ends
+/// a run; and one for heartbeats, which must not be late because others take long.
+pub(super) struct PostgresWriter {
     session: Session,
     /// What was sent last.
     last: Option<Class>,
+    /// Whether it gives the lease up when it is closed.
+    renews: bool,
 }
 
 /// What can share a statement.
@@ -59,11 +54,21 @@ impl Class {
     }
 }
 
-impl Sender {
+impl PostgresWriter {
     pub(super) fn new(instance: Arc<Instance>) -> Self {
         Self {
             session: Session::new(instance),
             last: None,
+            renews: false,
+        }
+    }
+
+    /// To be closed last: when the lease is given up, no statement that would extend it is under way any
+    /// more.
+    pub(super) fn of_heartbeats(instance: Arc<Instance>) -> Self {
+        Self {
+            renews: true,
+            ..Self::new(instance)
         }
     }
 
@@ -86,11 +91,10 @@ impl Writer for PostgresWriter {
 
     /// One class of operations; the others are left for the next time.
     async fn commit(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
-        let sender = self.sender();
-        let Some(class) = sender.next(batch) else {
+        let Some(class) = self.next(batch) else {
             return Ok(());
         };
-        let session = &mut sender.session;
+        let session = &mut self.session;
         let sent = match class {
             Class::Claims => claims::run(session, batch).await,
             Class::Releases => settling::run(session, batch, true).await,
@@ -111,24 +115,15 @@ impl Writer for PostgresWriter {
         Ok(())
     }
 
-    /// The queue of heartbeats is closed last: when the lease is given up, no statement that
-    /// would extend it is under way any more.
-    async fn close(self) -> Result<(), Failure> {
-        match self {
-            Self::Claims(_) | Self::Settling(_) => Ok(()),
-            Self::Renewing(mut sender) => give_up_lease(&mut sender.session).await,
+    async fn close(mut self) -> Result<(), Failure> {
+        match self.renews {
+            true => give_up_lease(&mut self.session).await,
+            false => Ok(()),
         }
     }
 
     fn rest(&mut self) {
-        self.sender().session.rest();
-    }
-}
-
-impl PostgresWriter {
-    fn sender(&mut self) -> &mut Sender {
-        let (Self::Claims(sender) | Self::Settling(sender) | Self::Renewing(sender)) = self;
-        sender
+        self.session.rest();
     }
 }
 
