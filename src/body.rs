@@ -18,6 +18,7 @@ use crate::{Rejection, bounded::within};
 type BoxError = Box<dyn Error + Send + Sync>;
 
 /// A request's body, read to its end.
+#[derive(Clone)]
 pub(crate) struct Buffered {
     pub(crate) data: Bytes,
     pub(crate) trailers: Option<Box<HeaderMap>>,
@@ -80,8 +81,10 @@ impl Buffered {
 pub(crate) enum Captured {
     /// All of it is here; the body answers the first caller, trailers included.
     Whole(Bytes, Body),
-    /// It is too large, too slow or broken: the body still gives the first caller all there is.
+    /// It is too large or too slow: the body still gives the first caller all there is.
     Not(Body),
+    /// It broke off: the body gives the first caller what there is, and the failure.
+    Broken(Body),
 }
 
 /// Holds a response's body in memory, if it is within `limit` bytes and ends within `patience`.
@@ -118,12 +121,17 @@ pub(crate) async fn capture_response(body: Body, limit: usize, patience: Duratio
         };
         return Captured::Whole(data, buffered.into_body());
     }
-    Captured::Not(Body::new(Rebuilt {
+    let broken = failure.is_some();
+    let body = Body::new(Rebuilt {
         data: Some(data).filter(|data| !data.is_empty()),
-        rest: failure.is_none().then_some(body),
+        rest: (!broken).then_some(body),
         error: failure,
         trailers,
-    }))
+    });
+    match broken {
+        true => Captured::Broken(body),
+        false => Captured::Not(body),
+    }
 }
 
 async fn next_frame<B: HttpBody>(

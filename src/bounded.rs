@@ -12,6 +12,9 @@ use std::{
 use pin_project_lite::pin_project;
 use tokio::time::{Sleep, sleep};
 
+/// A future whose type nobody needs to name.
+pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
 /// As good as for ever: a longer time would overflow when it is added to an instant.
 pub(crate) const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 

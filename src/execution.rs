@@ -26,7 +26,8 @@ use crate::{
     observe::{self, Operation},
     options::Options,
     retained,
-    store::{Completion, Lifetimes, Settled, Store, StoreErrorKind, Ticket},
+    store::{Completion, Settled, Store, StoreErrorKind, Ticket},
+    transacted,
 };
 
 /// The inner service, and whether it has been polled ready.
@@ -81,23 +82,31 @@ impl<I: Clone> Inner<I> {
         };
         Ok(running.await?.map(Body::new))
     }
+
+    /// Another like it, not ready yet.
+    pub(crate) fn another(&self) -> Self {
+        Self {
+            service: self.service.clone(),
+            ready: false,
+        }
+    }
 }
 
 /// How a future of the inner service ended.
-enum Watched<T> {
+pub(crate) enum Watched<T, S> {
     Done(T),
     Panicked(Panic),
-    Aborted,
+    Stopped(S),
 }
 
-/// Polls the future until it ends, panics, or the run is told to stop. By then it is dropped: it
-/// has ended before anything is said about it. (Pinned by the caller, since these are too large to
-/// be moved about.)
-async fn watched<S, F: Future>(
-    engine: &Engine<S>,
+/// Polls the future until it ends, panics, or is told to stop. By then it is dropped: it has ended
+/// before anything is said about it. (Pinned by the caller, since these are too large to be moved
+/// about.)
+pub(crate) async fn watched<F: Future, S>(
     mut future: Pin<&mut Option<F>>,
-) -> Watched<F::Output> {
-    let mut aborted = pin!(engine.live.aborted());
+    stop: impl Future<Output = S>,
+) -> Watched<F::Output, S> {
+    let mut stop = pin!(stop);
     let ended = poll_fn(|cx| {
         let Some(running) = future.as_mut().as_pin_mut() else {
             return Poll::Pending;
@@ -105,7 +114,7 @@ async fn watched<S, F: Future>(
         match poll_caught(running, cx) {
             Poll::Ready(Ok(output)) => Poll::Ready(Watched::Done(output)),
             Poll::Ready(Err(panic)) => Poll::Ready(Watched::Panicked(panic)),
-            Poll::Pending => aborted.as_mut().poll(cx).map(|()| Watched::Aborted),
+            Poll::Pending => stop.as_mut().poll(cx).map(Watched::Stopped),
         }
     })
     .await;
@@ -154,11 +163,11 @@ impl From<Undo> for Outcome {
 
 /// What a run holds until its outcome is recorded: its place, and its claim under the heartbeat.
 /// Dropped before that, because its runtime ends, it leaves the claim to the background.
-struct Hold<S: Store> {
+pub(crate) struct Hold<S: Store> {
     engine: Arc<Engine<S>>,
     ticket: Ticket,
     /// What the record is to become, as far as that is known.
-    outcome: Outcome,
+    pub(crate) outcome: Outcome,
     settled: bool,
     _permit: Permit,
     _registered: Registered,
@@ -226,39 +235,43 @@ where
         // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
         // nothing has begun by then.
         let getting_ready = pin!(Some(inner.make_ready()));
-        let unready = match watched(&engine, getting_ready).await {
+        let unready = match watched(getting_ready, engine.live.aborted()).await {
             Watched::Done(Ok(())) => None,
             Watched::Done(Err(error)) => Some(Watched::Done(error)),
             Watched::Panicked(panic) => Some(Watched::Panicked(panic)),
-            Watched::Aborted => Some(Watched::Aborted),
+            Watched::Stopped(()) => Some(Watched::Stopped(())),
         };
         if let Some(unready) = unready {
             settle(hold, undo.into()).await;
             return match unready {
                 Watched::Done(error) => Err(error),
                 Watched::Panicked(panic) => resume_unwind(panic),
-                Watched::Aborted => Ok(engine.options.refuse(None, &Rejection::Overloaded)),
+                Watched::Stopped(()) => Ok(engine.options.refuse(None, &Rejection::Overloaded)),
             };
         }
     }
     head.extensions
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
+    if let Some(transactor) = engine.options.transactor.clone() {
+        let run = transacted::Run {
+            engine,
+            transactor,
+            ticket,
+            undo,
+            head,
+            body,
+        };
+        // In a box, so that runs without a transaction do not carry its weight.
+        return Box::pin(run.carry_out(inner, hold)).await;
+    }
 
     hold.outcome = Outcome::Abandoned;
     let answer = pin!(Some(answer(&engine, inner, head, body, undo)));
-    let ended = watched(&engine, answer).await;
+    let ended = watched(answer, engine.live.aborted()).await;
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
             settle(hold, outcome).await;
-            let status = if ticket.attempt == 1 {
-                IdempotencyStatus::Executed
-            } else {
-                IdempotencyStatus::TookOver
-            };
-            observe::decided(status, None);
-            let mut response = Response::from_parts(parts, body);
-            response.extensions_mut().insert(status);
-            Ok(response)
+            Ok(answered(&ticket, parts, body))
         }
         Watched::Done(Err(error)) => {
             observe::abandoned("the inner service failed");
@@ -270,7 +283,7 @@ where
             settle(hold, Outcome::Abandoned).await;
             resume_unwind(panic)
         }
-        Watched::Aborted => {
+        Watched::Stopped(()) => {
             observe::abandoned("the run was aborted by drain");
             settle(hold, Outcome::Abandoned).await;
             let rejection = Rejection::OutcomeUnknown {
@@ -279,6 +292,18 @@ where
             Ok(engine.options.refuse(None, &rejection))
         }
     }
+}
+
+/// The answer of a run, marked with what the layer did.
+pub(crate) fn answered(ticket: &Ticket, parts: Parts, body: Body) -> Response<Body> {
+    let status = match ticket.attempt {
+        1 => IdempotencyStatus::Executed,
+        _ => IdempotencyStatus::TookOver,
+    };
+    observe::decided(status, None);
+    let mut response = Response::from_parts(parts, body);
+    response.extensions_mut().insert(status);
+    response
 }
 
 /// Calls the inner service and decides what becomes of the record, holding the response's body in
@@ -309,24 +334,39 @@ where
         // A rule by status knows nothing of an earlier run that was cut off; a handler may.
         Retain::Release if said.is_none() => Ok((parts, body, undo.into())),
         Retain::Release => Ok((parts, body, Outcome::Released)),
-        Retain::Keep if !is_stream(&parts) => {
-            let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
-            match capture_response(body, limit, patience).await {
-                Captured::Whole(data, body) if parts.headers.len() <= retained::MAX_FIELDS => {
-                    let keep = options.skip_headers.keeps(&parts.headers);
-                    let stored = retained::encode(parts.status, &parts.headers, &data, keep);
-                    let kept = Outcome::Completed(Completion::retained(parts.status, stored));
-                    Ok((parts, body, kept))
-                }
-                Captured::Whole(_, body) | Captured::Not(body) => Ok((parts, body, tombstone)),
-            }
+        Retain::Keep => {
+            let (body, kept) = keep(options, &parts, body).await;
+            Ok((parts, body, kept.map_or(tombstone, Outcome::Completed)))
         }
-        Retain::Keep | Retain::Tombstone => Ok((parts, body, tombstone)),
+        Retain::Tombstone => Ok((parts, body, tombstone)),
+    }
+}
+
+/// Holds the response in memory, in the form in which it is kept. Without one its body is broken; one
+/// that cannot be kept whole is a tombstone.
+pub(crate) async fn keep(
+    options: &Options,
+    parts: &Parts,
+    body: Body,
+) -> (Body, Option<Completion>) {
+    let tombstone = Completion::tombstone(parts.status);
+    if is_stream(parts) {
+        return (body, Some(tombstone));
+    }
+    let (limit, patience) = (options.response_body_limit, options.buffer_timeout);
+    match capture_response(body, limit, patience).await {
+        Captured::Whole(data, body) if parts.headers.len() <= retained::MAX_FIELDS => {
+            let keep = options.skip_headers.keeps(&parts.headers);
+            let stored = retained::encode(parts.status, &parts.headers, &data, keep);
+            (body, Some(Completion::retained(parts.status, stored)))
+        }
+        Captured::Whole(_, body) | Captured::Not(body) => (body, Some(tombstone)),
+        Captured::Broken(body) => (body, None),
     }
 }
 
 /// What must go out as it comes, and can never be kept whole.
-fn is_stream(parts: &Parts) -> bool {
+pub(crate) fn is_stream(parts: &Parts) -> bool {
     let content_type = parts.headers.get(header::CONTENT_TYPE);
     let content_type = content_type.map_or(&b""[..], |value| value.as_bytes());
     let starts = |kind: &str| {
@@ -342,12 +382,14 @@ fn is_stream(parts: &Parts) -> bool {
 }
 
 /// Records the outcome, within `store_timeout`; when that is not enough, goes on in the background
-/// so that the caller gets its true answer. Then wakes whoever waits for this key.
-async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) {
+/// so that the caller gets its true answer. Then wakes whoever waits for this key. Answers what the
+/// store said, if it has said anything by then.
+pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Option<Settled> {
     hold.outcome = outcome;
     let limit = hold.engine.options.store_timeout;
-    if within(limit, record(&hold)).await.is_some() {
-        return recorded(hold);
+    if let Some(settled) = within(limit, record(&hold)).await {
+        recorded(hold);
+        return settled;
     }
     observe::recording_late(hold.outcome.operation());
     tokio::spawn(async move {
@@ -366,10 +408,11 @@ async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) {
         }
         recorded(hold);
     });
+    None
 }
 
 /// Nothing is left to do for this run.
-fn recorded<S: Store>(mut hold: Hold<S>) {
+pub(crate) fn recorded<S: Store>(mut hold: Hold<S>) {
     hold.settled = true;
     let (engine, id) = (hold.engine.clone(), hold.ticket.id.clone());
     drop(hold);
@@ -384,15 +427,18 @@ async fn record_at_last<S: Store>(hold: &Hold<S>) {
 }
 
 /// Sends the outcome to the store until it is settled, or hopeless.
-async fn record<S: Store>(hold: &Hold<S>) {
+async fn record<S: Store>(hold: &Hold<S>) -> Option<Settled> {
     let engine = &hold.engine;
     let mut outcome = hold.outcome.clone();
     let mut pause = Pause::default();
     loop {
         let tried = try_to_record(&engine.store, &engine.options, &hold.ticket, &mut outcome);
         match tried.await {
-            Tried::Settled => return,
-            Tried::Hopeless => return observe::recording_failed(outcome.operation()),
+            Tried::Settled(settled) => return Some(settled),
+            Tried::Hopeless => {
+                observe::recording_failed(outcome.operation());
+                return None;
+            }
             Tried::Failed => pause.wait().await,
         }
     }
@@ -401,7 +447,7 @@ async fn record<S: Store>(hold: &Hold<S>) {
 /// How one try to record an outcome went.
 pub(crate) enum Tried {
     /// It is recorded, or the claim is somebody else's by now.
-    Settled,
+    Settled(Settled),
     /// It may go better next time.
     Failed,
     /// It will never go better.
@@ -415,22 +461,18 @@ pub(crate) async fn try_to_record<S: Store>(
     ticket: &Ticket,
     outcome: &mut Outcome,
 ) -> Tried {
-    let lifetimes = Lifetimes {
-        ttl: options.ttl,
-        response_ttl: options.response_ttl,
-    };
+    let lifetimes = options.lifetimes();
     let settled = match outcome.clone() {
         Outcome::Completed(done) => store.complete(ticket, done, lifetimes).await,
         Outcome::Released => store.release(ticket, lifetimes.ttl).await,
         Outcome::Abandoned => store.abandon(ticket).await,
     };
     let error = match settled {
-        Ok(Settled::Done) => return Tried::Settled,
-        Ok(Settled::Lost) => {
-            if matches!(outcome, Outcome::Completed(_)) {
+        Ok(settled) => {
+            if settled == Settled::Lost && matches!(outcome, Outcome::Completed(_)) {
                 observe::ownership_lost(outcome.operation(), ticket);
             }
-            return Tried::Settled;
+            return Tried::Settled(settled);
         }
         Err(error) => error,
     };

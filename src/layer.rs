@@ -16,6 +16,8 @@ use crate::{
     service::IdempotencyService,
     store::{Checkpoints, Store},
 };
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+use crate::{TxOptions, store::TransactionalStore};
 
 /// Wraps a service so that a keyed request runs once, however often it is sent.
 ///
@@ -629,6 +631,42 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// ```
     pub fn request_id_header(mut self, name: HeaderName) -> Self {
         self.options().request_id_header = name;
+        self
+    }
+}
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+impl<S: TransactionalStore> IdempotencyLayer<S> {
+    /// Has the effect of a handler and the record of its answer committed together: handlers write through
+    /// [`Tx`](crate::Tx), and a crash at any instant leaves both or neither. A retry after a crash is then
+    /// run without asking anybody. Default: the record is written by itself, after the handler.
+    ///
+    /// All effects of all handlers must go through `Tx`; see [`transactions`](crate::transactions).
+    ///
+    /// ```
+    /// # #[cfg(feature = "sqlite")]
+    /// # fn example(store: tower_idempotency::SqliteStore) {
+    /// # use tower_idempotency::IdempotencyLayer;
+    /// let layer = IdempotencyLayer::new(store).transactional();
+    /// # }
+    /// ```
+    pub fn transactional(self) -> Self {
+        self.transactional_with(TxOptions::default())
+    }
+
+    /// As [`transactional`](Self::transactional), with other limits or another isolation level.
+    ///
+    /// ```
+    /// # #[cfg(feature = "postgres")]
+    /// # fn example(store: tower_idempotency::PostgresStore) {
+    /// # use tower_idempotency::{IdempotencyLayer, Isolation, TxOptions};
+    /// let options = TxOptions::default().isolation(Isolation::ReadCommitted);
+    /// let layer = IdempotencyLayer::new(store).transactional_with(options);
+    /// # }
+    /// ```
+    pub fn transactional_with(mut self, options: TxOptions) -> Self {
+        let transactor = crate::store::transactor(&self.store, options);
+        self.options().transactor = Some(transactor);
         self
     }
 }

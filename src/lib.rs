@@ -66,9 +66,11 @@
 //!   layer goes on trying; retries are refused meanwhile.
 //! - Who lost its claim changes nothing any more: every operation names a [`Token`].
 //! - If the store cannot be asked, nothing runs, unless [`StoreFailure`] says otherwise.
+//! - In [transactional mode](transactions) effect and record are committed together: a crash at any
+//!   instant leaves both or neither, and a retry runs without asking.
 //!
-//! What no record can promise: a process that dies after the effect and before the record leaves an
-//! outcome nobody knows. [`Recovery`] says what a retry then gets; by default a refusal. Pass
+//! What no record by itself can promise: a process that dies after the effect and before the record
+//! leaves an outcome nobody knows. [`Recovery`] says what a retry then gets; by default a refusal. Pass
 //! [`Idempotency::key`] on to a second barrier, such as a UNIQUE constraint or the provider's own
 //! idempotency key. After [`ttl`](IdempotencyLayer::ttl) a key runs as new.
 //!
@@ -110,6 +112,8 @@
 //! | idempotent run abandoned | error | `why` |
 //! | idempotency record not written | error | `operation` |
 //! | retained response cannot be read | error | `error` |
+//! | idempotent transaction not committed (in time) | warn | `code`, a SQLSTATE |
+//! | idempotent run begun again after a conflict | debug | `rerun` |
 //! | IdempotencyLayer has no scope | warn, once | – |
 //!
 //! # Features
@@ -153,6 +157,16 @@ mod status;
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
+#[cfg_attr(
+    not(any(feature = "sqlite", feature = "postgres")),
+    expect(dead_code, reason = "only the SQL stores have transactions")
+)]
+mod transacted;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod transaction;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+#[doc = include_str!("transactions.md")]
+pub mod transactions {}
 mod waiting;
 
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
@@ -173,3 +187,5 @@ pub use store::SqliteStore;
 pub use store::{AnyStore, MemoryStore};
 #[cfg(feature = "postgres")]
 pub use store::{PostgresStore, PostgresStoreOptions};
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use transaction::{Isolation, NoTx, Tx, TxConnection, TxDatabase, TxError, TxOptions};

@@ -205,7 +205,7 @@ async fn settle_queued<S: Store>(store: &S, live: &Arc<Live>, ends: &mut Option<
         let over = ends.map(|ends| ends.saturating_duration_since(Instant::now()));
         let tried = try_to_record(store, &orphan.options, &orphan.ticket, &mut orphan.outcome);
         match within(over.unwrap_or(limit), tried).await {
-            Some(Tried::Settled | Tried::Hopeless) => {
+            Some(Tried::Settled(_) | Tried::Hopeless) => {
                 at_hand.settled();
                 pause = Pause::default();
             }

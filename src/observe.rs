@@ -15,6 +15,7 @@ pub(crate) enum Operation {
     Abandon,
     Renew,
     Purge,
+    Get,
 }
 
 impl Operation {
@@ -26,6 +27,7 @@ impl Operation {
             Self::Abandon => "abandon",
             Self::Renew => "renew",
             Self::Purge => "purge",
+            Self::Get => "get",
         }
     }
 }
@@ -82,6 +84,24 @@ pub(crate) fn ownership_lost(operation: Operation, ticket: &Ticket) {
         attempt = ticket.attempt,
         "idempotency claim lost; the answer of this run is not recorded"
     );
+}
+
+/// A handler's transaction could not be committed; `None` means that the database did not answer in time.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn commit_failed(error: Option<&sqlx::Error>) {
+    match error {
+        // What a database says may show values; its code does not.
+        Some(error) => tracing::warn!(
+            code = crate::transaction::sqlstate(error).as_deref(),
+            "idempotent transaction not committed"
+        ),
+        None => tracing::warn!("idempotent transaction not committed in time"),
+    }
+}
+
+/// A handler is run again in the same request, because its transaction failed for another one's sake.
+pub(crate) fn begun_again(rerun: u32) {
+    tracing::debug!(rerun, "idempotent run begun again after a conflict");
 }
 
 /// A retained response could not be read back.

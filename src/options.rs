@@ -6,9 +6,10 @@ use axum::body::Body;
 use http::{HeaderName, Method, Response, StatusCode, request::Parts};
 
 use crate::{
-    ExactRequest, FingerprintScheme, InFlight, KeyFormat, ProblemJson, Recovery, Rejection,
+    ExactRequest, FingerprintScheme, InFlight, KeyFormat, Mode, ProblemJson, Recovery, Rejection,
     RejectionContext, RenderRejection, Retention, Scope, StoreFailure, fingerprint::original_uri,
-    observe, retained::SkippedHeaders, status::REPLAY_HEADER,
+    observe, retained::SkippedHeaders, status::REPLAY_HEADER, store::Lifetimes,
+    transacted::Transactor,
 };
 
 /// A request id longer than this is not kept.
@@ -47,6 +48,8 @@ pub(crate) struct Options {
     pub(crate) rejections: Arc<dyn RenderRejection>,
     pub(crate) documentation_url: Option<Arc<str>>,
     pub(crate) request_id_header: HeaderName,
+    /// Begins the handlers' transactions, in transactional mode.
+    pub(crate) transactor: Option<Arc<dyn Transactor>>,
 }
 
 impl Default for Options {
@@ -81,6 +84,7 @@ impl Default for Options {
             rejections: Arc::new(ProblemJson),
             documentation_url: None,
             request_id_header: HeaderName::from_static("x-request-id"),
+            transactor: None,
         }
     }
 }
@@ -108,6 +112,21 @@ impl Options {
     /// Whether this method needs a key.
     pub(crate) fn requires(&self, method: &Method) -> bool {
         self.required_methods.contains(method)
+    }
+
+    pub(crate) fn lifetimes(&self) -> Lifetimes {
+        Lifetimes {
+            ttl: self.ttl,
+            response_ttl: self.response_ttl,
+        }
+    }
+
+    /// How a claim of this layer keeps effect and record together.
+    pub(crate) fn mode(&self) -> Mode {
+        match self.transactor {
+            Some(_) => Mode::Transactional,
+            None => Mode::Plain,
+        }
     }
 
     /// How often to look for records that are over.
@@ -163,6 +182,7 @@ impl fmt::Debug for Options {
             .field("recovery", &self.recovery)
             .field("store_failure", &self.store_failure)
             .field("store_timeout", &self.store_timeout)
+            .field("mode", &self.mode())
             .finish_non_exhaustive()
     }
 }

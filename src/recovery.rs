@@ -2,6 +2,9 @@
 
 /// What a retry gets that meets an abandoned claim: its process died or fell silent, its handler
 /// panicked, its service failed, or it lasted longer than `max_run`. Nobody knows what the run did.
+///
+/// A claim that was made by a [`transactional`](crate::transactions) layer is another matter: what its run
+/// did was not committed, so it is always run again, whatever is chosen here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Recovery {

@@ -44,6 +44,15 @@ const DOCUMENTATION: &str =
 /// ## idempotency_store_unavailable
 /// Status 503 with `Retry-After`. Nothing ran in this attempt: send the same again, same key.
 ///
+/// ## idempotency_transaction_failed
+/// Status 503 with `Retry-After`. The database gave the handler's transaction up, or has not said whether it
+/// was committed. Send the same again, same key: if it was committed after all, the retry gets its answer.
+///
+/// ## idempotency_transaction_misused
+/// Status 500. A mistake in the service: its handler used the transaction in a way in which it cannot be
+/// committed. The detail says what was wrong. Nothing was done and the key is free, unless the handler ended
+/// the transaction by itself: then it must be looked up, and the key does not run again.
+///
 /// ## idempotency_overloaded
 /// Status 503 with `Retry-After`. Too many runs at once, or the service is shutting down.
 ///
@@ -92,6 +101,10 @@ pub enum Rejection {
     },
     /// The store could not be asked, or is full.
     StoreUnavailable,
+    /// The handler's transaction was not committed, or nobody knows yet.
+    TransactionFailed,
+    /// The handler's transaction cannot be committed, for this reason.
+    TransactionMisused(&'static str),
     /// Too many runs at once, or shutting down.
     Overloaded,
     /// Too many records for one tenant. Reserved: the layer does not answer it yet.
@@ -119,6 +132,8 @@ impl Rejection {
             Self::ResponseNotRetained { .. } => "idempotency_response_not_retained",
             Self::OutcomeUnknown { .. } => "idempotency_outcome_unknown",
             Self::StoreUnavailable => "idempotency_store_unavailable",
+            Self::TransactionFailed => "idempotency_transaction_failed",
+            Self::TransactionMisused(_) => "idempotency_transaction_misused",
             Self::Overloaded => "idempotency_overloaded",
             Self::LimitReached => "idempotency_limit_reached",
             Self::BodyTooLarge { .. } => "idempotency_body_too_large",
@@ -139,7 +154,10 @@ impl Rejection {
             | Self::InFlight { .. }
             | Self::ResponseNotRetained { .. }
             | Self::OutcomeUnknown { .. } => StatusCode::CONFLICT,
-            Self::StoreUnavailable | Self::Overloaded => StatusCode::SERVICE_UNAVAILABLE,
+            Self::StoreUnavailable | Self::TransactionFailed | Self::Overloaded => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Self::TransactionMisused(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::LimitReached => StatusCode::TOO_MANY_REQUESTS,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
         }
@@ -149,7 +167,10 @@ impl Rejection {
     /// that sending it again cannot help.
     pub fn retry_after_seconds(&self) -> Option<u64> {
         match self {
-            Self::InFlight { .. } | Self::StoreUnavailable | Self::Overloaded => Some(1),
+            Self::InFlight { .. }
+            | Self::StoreUnavailable
+            | Self::TransactionFailed
+            | Self::Overloaded => Some(1),
             Self::LimitReached => Some(60),
             _ => None,
         }
@@ -196,7 +217,8 @@ impl Rejection {
             Self::InFlight { .. } => IdempotencyStatus::InFlight,
             Self::ResponseNotRetained { .. } => IdempotencyStatus::NotRetained,
             Self::OutcomeUnknown { .. } => IdempotencyStatus::OutcomeUnknown,
-            Self::StoreUnavailable => IdempotencyStatus::StoreUnavailable,
+            Self::StoreUnavailable | Self::TransactionFailed => IdempotencyStatus::StoreUnavailable,
+            Self::TransactionMisused(_) => IdempotencyStatus::Executed,
             Self::Overloaded => IdempotencyStatus::Overloaded,
             Self::LimitReached => IdempotencyStatus::LimitReached,
         }
@@ -234,6 +256,12 @@ impl Rejection {
             ),
             Self::StoreUnavailable => return Cow::Borrowed(
                 "The record of idempotency keys is out of reach or full, so the request was not run. Send the same request with the same key again after the time given.",
+            ),
+            Self::TransactionFailed => return Cow::Borrowed(
+                "The database gave the request's transaction up, or could not say whether it was committed. Send the same request with the same key again after the time given.",
+            ),
+            Self::TransactionMisused(why) => format!(
+                "The service made a mistake with the request's transaction: {why}."
             ),
             Self::Overloaded => return Cow::Borrowed(
                 "The service takes no further keyed requests at the moment, so the request was not run. Send the same request with the same key again after the time given.",
@@ -372,6 +400,8 @@ fn title(rejection: &Rejection) -> &'static str {
         Rejection::ResponseNotRetained { .. } => "Response not retained",
         Rejection::OutcomeUnknown { .. } => "Outcome unknown",
         Rejection::StoreUnavailable => "Idempotency store unavailable",
+        Rejection::TransactionFailed => "Transaction failed",
+        Rejection::TransactionMisused(_) => "Transaction misused",
         Rejection::Overloaded => "Too many runs",
         Rejection::LimitReached => "Too many idempotency keys",
         Rejection::BodyTooLarge { .. } => "Body too large",

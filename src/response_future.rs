@@ -36,6 +36,7 @@ pin_project! {
     enum Kind<F, E> {
         Pass { #[pin] future: F },
         Refused { response: Option<Response<Body>> },
+        Boxed { future: Run<E> },
         Keyed { run: Survivor<E> },
     }
 }
@@ -49,6 +50,12 @@ impl<F, E> ResponseFuture<F, E> {
     pub(crate) fn refused(response: Response<Body>) -> Self {
         let response = Some(response);
         let kind = Kind::Refused { response };
+        Self { kind }
+    }
+
+    /// A future that ends with whoever polls it, like that of the inner service.
+    pub(crate) fn boxed(future: Run<E>) -> Self {
+        let kind = Kind::Boxed { future };
         Self { kind }
     }
 
@@ -86,6 +93,7 @@ where
                 let response = response.take();
                 Poll::Ready(Ok(response.expect("polled after it was ready")))
             }
+            KindProjection::Boxed { future } => future.as_mut().poll(cx),
             KindProjection::Keyed { run } => run.poll(cx),
         }
     }

@@ -30,6 +30,7 @@ use crate::{
     retained::RetainedResponse,
     scope::{MAX_SCOPE_LEN, Scope},
     store::{Checkpoints, Claim, ClaimRequest, Held, Settled, Store, StoreErrorKind},
+    transacted::{self, Offered},
 };
 
 /// How often a claim whose fate is unknown is sent again before the request is refused.
@@ -88,16 +89,17 @@ where
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let options = &self.engine.options;
         let method = request.method();
-        if !options.covers(method) || request.extensions().get::<Idempotency>().is_some() {
+        if request.extensions().get::<Idempotency>().is_some() {
             return ResponseFuture::pass(self.inner.call(request.map(Body::new)));
+        }
+        if !options.covers(method) {
+            return self.pass(request.map(Body::new));
         }
         let key = match options
             .key_format
             .read(request.headers(), &options.header_name)
         {
-            None if !options.requires(method) => {
-                return ResponseFuture::pass(self.inner.call(request.map(Body::new)));
-            }
+            None if !options.requires(method) => return self.pass(request.map(Body::new)),
             None => Err(Rejection::KeyRequired),
             Some(key) => key.map_err(Rejection::KeyInvalid),
         };
@@ -122,6 +124,30 @@ where
             attempt.clone(),
         );
         ResponseFuture::keyed(Box::pin(run), attempt)
+    }
+}
+
+impl<I, S> IdempotencyService<I, S> {
+    /// A request to which no key applies. In transactional mode its handler may have a transaction all the
+    /// same, unless an outer layer has offered one already.
+    fn pass<RB>(&mut self, mut request: Request<Body>) -> ResponseFuture<I::Future, I::Error>
+    where
+        I: Service<Request<Body>, Response = Response<RB>>,
+        I::Future: Send + 'static,
+        I::Error: Send + 'static,
+        RB: http_body::Body<Data = Bytes> + Send + 'static,
+        RB::Error: Into<axum::BoxError>,
+    {
+        let options = &self.engine.options;
+        match &options.transactor {
+            Some(transactor) if request.extensions().get::<Offered>().is_none() => {
+                let work = transactor.work(None);
+                work.clone().offer(request.extensions_mut());
+                let running = self.inner.call(request);
+                ResponseFuture::boxed(Box::pin(transacted::pass(options.clone(), work, running)))
+            }
+            _ => ResponseFuture::pass(self.inner.call(request)),
+        }
     }
 }
 
@@ -179,7 +205,7 @@ where
 async fn run_unprotected<I, RB, S>(
     engine: Arc<Engine<S>>,
     mut inner: Inner<I>,
-    head: Box<Parts>,
+    mut head: Box<Parts>,
     body: Buffered,
 ) -> Result<Response<Body>, I::Error>
 where
@@ -188,7 +214,15 @@ where
     RB::Error: Into<axum::BoxError>,
 {
     inner.make_ready().await?;
-    let mut response = inner.call(head, body).await?;
+    let mut response = match &engine.options.transactor {
+        None => inner.call(head, body).await?,
+        Some(transactor) => {
+            let work = transactor.work(None);
+            work.clone().offer(&mut head.extensions);
+            let running = inner.call(head, body);
+            transacted::pass(engine.options.clone(), work, running).await?
+        }
+    };
     observe::decided(IdempotencyStatus::Unprotected, None);
     response.headers_mut().remove(&engine.options.replay_header);
     response.headers_mut().insert(
@@ -202,11 +236,11 @@ where
 }
 
 /// What a keyed request asks for.
-struct Asked<'a> {
-    id: RecordId,
-    fingerprint: Fingerprint,
-    head: &'a Parts,
-    body: &'a Bytes,
+pub(crate) struct Asked<'a> {
+    pub(crate) id: RecordId,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) head: &'a Parts,
+    pub(crate) body: &'a Bytes,
 }
 
 /// What is to be done with a keyed request that is not refused.
@@ -306,6 +340,7 @@ async fn claim<S: Store + Checkpoints>(
         token: Token::random(),
         replaces: None,
         undo: Undo::Release,
+        mode: options.mode(),
     };
 
     for _ in 0..MAX_TAKEOVERS {
@@ -340,18 +375,20 @@ async fn claim<S: Store + Checkpoints>(
         if Box::pin(engine.runs_here(&held)).await {
             return Ok(Claiming::InFlight(held));
         }
-        if !held.released && !options.recovery.allows_after(held.attempt) {
+        // What such a run did, if it did not complete, was never committed.
+        let without_effect = held.released || held.mode == Mode::Transactional;
+        if !without_effect && !options.recovery.allows_after(held.attempt) {
             return Err(Rejection::OutcomeUnknown {
                 original_request_id: held.request_id,
             });
         }
         // Taking over is a claim that names what it replaces: if somebody else was faster, this
-        // one meets a live claim. Undone, it must not look as if the earlier run never was.
+        // one meets a live claim. Undone, it must not look as if the earlier run never was; nor cut
+        // off, as if that one had had no effect.
         bid.replaces = Some(held.token);
-        bid.undo = if held.released {
-            Undo::Release
-        } else {
-            Undo::Abandon
+        (bid.undo, bid.mode) = match without_effect {
+            true => (Undo::Release, options.mode()),
+            false => (Undo::Abandon, Mode::Plain),
         };
     }
     Err(Rejection::InFlight {
@@ -365,6 +402,7 @@ struct Bid {
     replaces: Option<Token>,
     /// What the record becomes when nothing is begun after all.
     undo: Undo,
+    mode: Mode,
 }
 
 impl Bid {
@@ -374,7 +412,7 @@ impl Bid {
             scheme: options.fingerprint.name(),
             fingerprint: asked.fingerprint,
             request_id: options.request_id(asked.head).map(Arc::from),
-            mode: Mode::Plain,
+            mode: self.mode,
             token: self.token,
             replaces: self.replaces,
             lease: options.lease,
@@ -464,7 +502,7 @@ impl<S: Store> Drop for Sent<'_, S> {
     }
 }
 
-impl<S: Store + Checkpoints> Engine<S> {
+impl<S: Store> Engine<S> {
     /// Whose key it is.
     fn scope(&self, head: &Parts) -> Result<Scope, Rejection> {
         if let Some(scope) = &self.options.scope {
@@ -482,7 +520,7 @@ impl<S: Store + Checkpoints> Engine<S> {
     }
 
     /// Whether what is asked for is what the record was made for, under the record's own scheme.
-    fn same(&self, asked: &Asked<'_>, scheme: &str, recorded: &Fingerprint) -> bool {
+    pub(crate) fn same(&self, asked: &Asked<'_>, scheme: &str, recorded: &Fingerprint) -> bool {
         if self.options.fingerprint.name() == scheme {
             return asked.fingerprint == *recorded;
         }
@@ -511,7 +549,7 @@ impl<S: Store + Checkpoints> Engine<S> {
     }
 
     /// The answer of a completed record.
-    fn replay(&self, head: &Parts, record: Box<Record>) -> Response<Body> {
+    pub(crate) fn replay(&self, head: &Parts, record: Box<Record>) -> Response<Body> {
         let Some(stored) = record.response else {
             let rejection = Rejection::ResponseNotRetained {
                 status: record.status,

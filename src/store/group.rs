@@ -5,18 +5,15 @@
 //! behind, never a statement cut in the middle.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     error::Error,
     future::Future,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
-
-#[cfg(feature = "postgres")]
-use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
@@ -26,7 +23,7 @@ use super::{
     Ticket,
 };
 use crate::{
-    bounded::{first, within},
+    bounded::{First, first, within},
     record::{Record, RecordId, Token},
 };
 
@@ -48,12 +45,15 @@ const IDLE: Duration = Duration::from_millis(20);
 pub(crate) struct Asked<Q, A> {
     pub(crate) question: Q,
     answer: Option<Result<A, StoreError>>,
-    #[cfg(feature = "postgres")]
     since: Instant,
+    /// In which of the writer's rounds it was looked up in vain.
+    #[cfg(feature = "sqlite")]
+    looked_up: u64,
     /// Left without an answer it rests, longer each time, so that others come first.
     #[cfg(feature = "postgres")]
     rest: Option<(Duration, Instant)>,
-    caller: oneshot::Sender<Result<A, StoreError>>,
+    /// `None` once it was told the answer ahead.
+    caller: Option<oneshot::Sender<Result<A, StoreError>>>,
 }
 
 impl<Q, A> Asked<Q, A> {
@@ -65,6 +65,25 @@ impl<Q, A> Asked<Q, A> {
 
     pub(crate) fn is_answered(&self) -> bool {
         self.answer.is_some()
+    }
+
+    fn is_left_behind(&self) -> bool {
+        self.caller.as_ref().is_some_and(oneshot::Sender::is_closed)
+    }
+}
+
+#[cfg(feature = "sqlite")]
+impl<Q, A> Asked<Q, A> {
+    /// Tells the caller at once. The operation stays in the queue and is carried out all the same.
+    pub(crate) fn tell(&mut self, answer: A) {
+        if let Some(caller) = self.caller.take() {
+            // Nobody there any more: what is asked again is answered again.
+            let _ = caller.send(Ok(answer));
+        }
+    }
+
+    pub(crate) fn is_told(&self) -> bool {
+        self.caller.is_none()
     }
 }
 
@@ -169,36 +188,79 @@ impl Operation {
     fn is_wanted(&self) -> bool {
         match self {
             Self::Complete(_) | Self::Release(_) | Self::Abandon(_) | Self::Forget(_) => true,
-            operation => !each!(operation, asked => asked.caller.is_closed()),
+            operation => !each!(operation, asked => asked.is_left_behind()),
         }
     }
 
-    fn is_answered(&self) -> bool {
+    /// Whether it keeps a lease alive or ends a run, which others may be waiting for.
+    fn is_urgent(&self) -> bool {
+        matches!(
+            self,
+            Self::Renew(_) | Self::Complete(_) | Self::Release(_) | Self::Abandon(_)
+        )
+    }
+
+    /// The one record that it may change, or reads the checkpoints of.
+    fn record(&self) -> Option<&RecordId> {
+        match self {
+            Self::Claim(asked) => Some(&asked.question.id),
+            Self::Complete(asked) => Some(&asked.question.ticket.id),
+            Self::Release(asked) => Some(&asked.question.ticket.id),
+            Self::Abandon(asked) => Some(&asked.question.id),
+            Self::Load(asked) => Some(&asked.question.id),
+            Self::Get(asked) => Some(&asked.question),
+            Self::Forget(asked) => Some(&asked.question),
+            Self::Save(asked) => Some(&asked.question.ticket.id),
+            Self::Renew(_) | Self::Purge(_) | Self::Close(_) => None,
+        }
+    }
+
+    pub(crate) fn is_answered(&self) -> bool {
         each!(self, asked => asked.is_answered())
     }
 
+    /// How long it has been without an answer; `None` with one.
+    pub(crate) fn waits_for(&self) -> Option<Duration> {
+        each!(self, asked => (!asked.is_answered()).then(|| asked.since.elapsed()))
+    }
+
+    pub(crate) fn answer_error(&mut self, error: StoreError) {
+        each!(self, asked => asked.answer(Err(error)));
+    }
+
     fn acknowledge(self) {
-        each!(self, asked => if let Some(answer) = asked.answer {
+        each!(self, asked => if let (Some(answer), Some(caller)) = (asked.answer, asked.caller) {
             // Nobody there any more: the token settles later what happened.
-            let _ = asked.caller.send(answer);
+            let _ = caller.send(answer);
         });
     }
 
     fn refuse(self, error: StoreError) {
-        each!(self, asked => {
-            let _ = asked.caller.send(Err(error));
+        each!(self, asked => if let Some(caller) = asked.caller {
+            let _ = caller.send(Err(error));
         });
+    }
+}
+
+#[cfg(feature = "sqlite")]
+impl Operation {
+    /// What was answered in a transaction that came to nothing was not answered.
+    pub(crate) fn take_back_answer(&mut self) {
+        each!(self, asked => asked.answer = None);
+    }
+
+    pub(crate) fn was_looked_up(&self, round: u64) -> bool {
+        each!(self, asked => asked.looked_up == round)
+    }
+
+    pub(crate) fn is_looked_up(&mut self, round: u64) {
+        each!(self, asked => asked.looked_up = round);
     }
 }
 
 /// See [`Asked`].
 #[cfg(feature = "postgres")]
 impl Operation {
-    /// How long it has been without an answer; `None` with one.
-    pub(crate) fn waits_for(&self) -> Option<Duration> {
-        each!(self, asked => (!asked.is_answered()).then(|| asked.since.elapsed()))
-    }
-
     pub(crate) fn is_fresh(&self) -> bool {
         each!(self, asked => asked.is_fresh())
     }
@@ -209,10 +271,6 @@ impl Operation {
 
     pub(crate) fn has_to_rest(&mut self) {
         each!(self, asked => asked.has_to_rest());
-    }
-
-    pub(crate) fn answer_error(&mut self, error: StoreError) {
-        each!(self, asked => asked.answer(Err(error)));
     }
 }
 
@@ -259,6 +317,10 @@ impl Failure {
 pub(crate) trait Writer: Send + 'static {
     /// The most operations it is given at once.
     const MAX_BATCH: usize = MAX_OPERATIONS;
+    /// About the most bytes it is given at once.
+    const MAX_BATCH_BYTES: usize = MAX_BYTES;
+    /// Whether what is urgent comes first when there is more than fits one transaction.
+    const URGENT_FIRST: bool = false;
 
     /// Carries them out in one transaction, giving each its answer. Those it leaves without one are
     /// tried again, before all newer ones. With an error nothing was changed, as far as anybody can
@@ -267,6 +329,12 @@ pub(crate) trait Writer: Send + 'static {
         &mut self,
         batch: &mut [Operation],
     ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Waits until operations that were left without an answer may have one, for `rest` or for what it
+    /// knows better. Dropped, it loses nothing.
+    fn wait(&mut self, rest: Duration) -> impl Future<Output = ()> + Send {
+        tokio::time::sleep(rest)
+    }
 
     /// Nothing has come for a while.
     fn rest(&mut self) {}
@@ -370,11 +438,12 @@ impl Queue {
         let asked = Asked {
             question,
             answer: None,
-            #[cfg(feature = "postgres")]
             since: Instant::now(),
+            #[cfg(feature = "sqlite")]
+            looked_up: 0,
             #[cfg(feature = "postgres")]
             rest: None,
-            caller,
+            caller: Some(caller),
         };
         let sent = self.operations.send(operation(asked)).await;
         sent.map_err(|_| self.gone())?;
@@ -408,7 +477,10 @@ async fn serve<W: Writer>(
         if let Some(Operation::Close(_)) = waiting.front() {
             return close(writer, waiting, queue).await;
         }
-        let batch = next_batch(&mut waiting);
+        if W::URGENT_FIRST && fitting(waiting.iter()) < waiting.len() {
+            urgent_first(&mut waiting);
+        }
+        let batch = next_batch::<W>(&mut waiting);
         let asked = batch.len();
         let left = commit(&mut writer, batch).await;
         let done = asked - left.len();
@@ -448,9 +520,9 @@ async fn gather<W: Writer>(
             }
         }
         (false, Some(rest)) => {
-            let came = within(rest, queue.recv_many(&mut taken, room)).await;
-            if came == Some(0) {
-                tokio::time::sleep(rest).await;
+            let news = queue.recv_many(&mut taken, room);
+            if let First::Left(0) = first(news, writer.wait(rest)).await {
+                writer.wait(rest).await;
             }
             true
         }
@@ -470,7 +542,7 @@ async fn gather<W: Writer>(
 /// whose caller is gone: so it is sent once, and somebody hears of it.
 fn replace_older_copies(waiting: &mut VecDeque<Operation>) {
     let is_left_behind = |operation: &Operation| match operation {
-        Operation::Complete(asked) => asked.caller.is_closed(),
+        Operation::Complete(asked) => asked.is_left_behind(),
         _ => false,
     };
     if !waiting.iter().any(is_left_behind) {
@@ -505,13 +577,54 @@ impl Counted {
     }
 }
 
-/// The next operations that fit one transaction, up to a `Close`.
-fn next_batch(waiting: &mut VecDeque<Operation>) -> Vec<Operation> {
+/// How many operations fit one transaction, from the first one on.
+pub(crate) fn fitting<'a>(operations: impl Iterator<Item = &'a Operation>) -> usize {
+    let mut bytes = 0;
+    let fits = operations
+        .take(MAX_OPERATIONS)
+        .enumerate()
+        .take_while(|(at, operation)| {
+            bytes += operation.bytes();
+            *at == 0 || bytes <= MAX_BYTES
+        });
+    fits.count()
+}
+
+/// Puts what is urgent before the rest, but nothing before an earlier operation on the same record: what
+/// undoes a claim never overtakes it.
+fn urgent_first(waiting: &mut VecDeque<Operation>) {
+    let mut passed = HashSet::new();
+    let mut is_first = Vec::with_capacity(waiting.len());
+    let mut is_closing = false;
+    for operation in waiting.iter() {
+        is_closing |= matches!(operation, Operation::Close(_));
+        let record = operation.record();
+        let may = !is_closing && record.is_none_or(|record| !passed.contains(record));
+        let first = may && operation.is_urgent();
+        if !first {
+            passed.extend(record);
+        }
+        is_first.push(first);
+    }
+    drop(passed);
+    let (mut first, mut later) = (VecDeque::with_capacity(waiting.len()), VecDeque::new());
+    for (operation, is_first) in waiting.drain(..).zip(is_first) {
+        match is_first {
+            true => first.push_back(operation),
+            false => later.push_back(operation),
+        }
+    }
+    first.append(&mut later);
+    *waiting = first;
+}
+
+/// The next operations that the writer takes at once, up to a `Close`.
+fn next_batch<W: Writer>(waiting: &mut VecDeque<Operation>) -> Vec<Operation> {
     let mut batch = Vec::with_capacity(waiting.len());
     let mut bytes = 0;
     while let Some(operation) = waiting.pop_front_if(|next| !matches!(next, Operation::Close(_))) {
         bytes += operation.bytes();
-        if bytes > MAX_BYTES && !batch.is_empty() {
+        if bytes > W::MAX_BATCH_BYTES && !batch.is_empty() {
             waiting.push_front(operation);
             break;
         }

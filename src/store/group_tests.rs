@@ -179,3 +179,90 @@ async fn closing_waits_for_what_was_asked_before() {
     let refused = queue.ask(Operation::Claim, request("late")).await;
     assert_eq!(refused.unwrap_err().kind(), StoreErrorKind::Closed);
 }
+
+/// An operation that nobody waits for.
+fn asked<Q, A>(question: Q) -> Asked<Q, A> {
+    Asked {
+        question,
+        answer: None,
+        since: Instant::now(),
+        #[cfg(feature = "sqlite")]
+        looked_up: 0,
+        #[cfg(feature = "postgres")]
+        rest: None,
+        caller: None,
+    }
+}
+
+fn release(key: &str) -> Operation {
+    let ticket = request(key).ticket(1);
+    let ttl = Duration::ZERO;
+    Operation::Release(asked(Release { ticket, ttl }))
+}
+
+#[test]
+fn what_is_urgent_comes_first_but_overtakes_nothing_on_the_same_record() {
+    let renewal = Renew {
+        tickets: vec![request("a").ticket(1)],
+        lease: Duration::ZERO,
+    };
+    let mut waiting = VecDeque::from([
+        Operation::Claim(asked(request("a"))),
+        release("b"),
+        release("a"),
+        Operation::Forget(asked(request("c").id)),
+        Operation::Abandon(asked(request("c").ticket(1))),
+        Operation::Renew(asked(renewal)),
+        Operation::Abandon(asked(request("d").ticket(1))),
+        Operation::Close(asked(())),
+        release("e"),
+    ]);
+    urgent_first(&mut waiting);
+    let order = waiting.iter().map(|operation| {
+        let key = operation.record().map(|id| id.key.as_bytes().to_vec());
+        let name = match operation {
+            Operation::Claim(_) => "claim",
+            Operation::Release(_) => "release",
+            Operation::Forget(_) => "forget",
+            Operation::Abandon(_) => "abandon",
+            Operation::Renew(_) => "renew",
+            _ => "close",
+        };
+        format!(
+            "{name} {}",
+            String::from_utf8(key.unwrap_or_default()).unwrap()
+        )
+    });
+    let expected = [
+        "release b",
+        "renew ",
+        "abandon d",
+        "claim a",
+        "release a",
+        "forget c",
+        "abandon c",
+        "close ",
+        "release e",
+    ];
+    assert_eq!(order.collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn as_many_operations_as_fit_a_transaction_and_at_least_one() {
+    let completion = |bytes: usize| {
+        let done = Completion::retained(StatusCode::OK, Bytes::from(vec![0; bytes]));
+        let (ticket, lifetimes) = (request("k").ticket(1), Lifetimes::new(Duration::MAX));
+        let complete = Complete {
+            ticket,
+            done,
+            lifetimes,
+        };
+        Operation::Complete(asked(complete))
+    };
+    let small: Vec<_> = (0..300).map(|_| release("k")).collect();
+    assert_eq!(fitting(small.iter()), MAX_OPERATIONS);
+    let half = || completion(MAX_BYTES / 2);
+    assert_eq!(fitting([half(), half(), half()].iter()), 2);
+    assert_eq!(fitting([completion(MAX_BYTES + 1), half()].iter()), 1);
+    assert_eq!(fitting([].iter()), 0);
+}

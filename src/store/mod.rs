@@ -101,23 +101,27 @@ pub(crate) mod protocol;
 mod sqlite;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod stored;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod transactional;
 
 use std::{fmt, future::Future, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::StatusCode;
 
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-pub use self::group::Grouping;
 #[cfg(feature = "postgres")]
 pub use self::postgres::{PostgresStore, PostgresStoreOptions};
 #[cfg(feature = "sqlite")]
 pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) use self::transactional::transactor;
 pub use self::{
     any::AnyStore,
     clock::{Clock, SystemClock},
     memory::{MemoryStore, MemoryStoreOptions},
 };
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use self::{group::Grouping, transactional::TransactionalStore};
 use crate::record::{Fingerprint, Length, Mode, Record, RecordId, Scheme, Token};
 
 /// The path every request takes. The contract is in the [module documentation](self).

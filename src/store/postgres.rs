@@ -14,6 +14,7 @@ use self::{
     rows::{COLUMNS, Time},
     session::{Answered, Instance, Session, Statement},
     texts::{Names, Texts},
+    transaction::Transactions,
     writer::PostgresWriter,
 };
 use super::{
@@ -21,7 +22,10 @@ use super::{
     MAX_CHECKPOINTS, Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew},
 };
-use crate::record::{Owner, Record, RecordId, Timestamp};
+use crate::{
+    record::{Owner, Record, RecordId, Timestamp},
+    transaction::Source,
+};
 
 mod claims;
 mod doubts;
@@ -33,6 +37,7 @@ mod settling;
 #[cfg(test)]
 mod tests;
 mod texts;
+mod transaction;
 mod writer;
 
 /// The most records one statement removes, so that none takes long; the statements name it too.
@@ -335,6 +340,11 @@ impl PostgresStore {
     /// How many operations have shared how many statements so far.
     pub fn grouping(&self) -> Grouping {
         self.0.claims.grouping() + self.0.settling.grouping()
+    }
+
+    /// Where the transactions of handlers are begun.
+    pub(super) fn transactions(&self) -> Arc<dyn Source<Postgres>> {
+        Arc::new(Transactions(self.0.instance.clone()))
     }
 
     /// Carries an operation out in a task of its own, where nobody can cut it in the middle.

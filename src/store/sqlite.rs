@@ -12,8 +12,10 @@ use sqlx::{Row, SqliteConnection};
 use tokio::{runtime::Handle, sync::Mutex};
 
 use self::{
+    handlers::Handlers,
     schema::Database,
     statements::{ABANDONED, COUNT, decode, decode_id},
+    turns::Turns,
     writer::SqliteWriter,
 };
 use super::{
@@ -22,15 +24,21 @@ use super::{
     clock::WallClock,
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save},
 };
-use crate::record::{Owner, Record, RecordId, Timestamp};
+use crate::{
+    record::{Owner, Record, RecordId, Timestamp},
+    transaction::Source,
+};
 
 mod failure;
+mod handlers;
+mod reader;
 mod schema;
 mod slots;
 mod statements;
 #[cfg(test)]
 mod tests;
 mod transaction;
+mod turns;
 mod writer;
 
 /// The most records one transaction removes, so that claims never wait long for a purge.
@@ -55,6 +63,19 @@ const PURGE_STEP: usize = 512;
 ///
 /// One task writes. While it commits, operations queue up, and the next transaction takes them all,
 /// so the disk is synced once for many of them and nobody waits for a timer.
+///
+/// # Transactions of handlers
+///
+/// [`Tx<Sqlite>`](crate::Tx) is `BEGIN IMMEDIATE` on a connection of its own, so handlers that use it run
+/// one after the other: a handler waits at most 30 s for its turn. While one has its transaction open
+/// nothing else can be written to the file. Repeated requests are answered all the same, from a second
+/// connection; new claims wait, for one handler's transaction at most (see
+/// [`max_hold`](crate::TxOptions::max_hold)), and between the transactions of two handlers everything that
+/// waits is written. The same holds while another process writes, where an operation waits for at most
+/// [`busy_timeout`](SqliteStoreOptions::busy_timeout).
+///
+/// With [`Journal::Delete`] the file cannot be read for a moment at each commit, nor while a transaction
+/// is open that is too large for SQLite's cache.
 ///
 /// # Cancel safety
 ///
@@ -93,6 +114,7 @@ struct Instance {
     owner: Owner,
     clock: Arc<dyn Clock>,
     max_records: Option<u64>,
+    turns: Turns,
 }
 
 /// How SQLite keeps a transaction whole (<https://www.sqlite.org/pragma.html#pragma_journal_mode>).
@@ -194,6 +216,7 @@ impl SqliteStoreOptions {
             owner: Owner::random(),
             clock: self.clock,
             max_records: self.max_records,
+            turns: Turns::new(),
         });
         Ok(SqliteStore(Arc::new(Shared {
             queue: Queue::start(SqliteWriter::new(instance.clone(), opened)),
@@ -229,9 +252,15 @@ impl SqliteStore {
         self.0.queue.grouping()
     }
 
+    /// Where the transactions of handlers are begun.
+    pub(crate) fn source(&self) -> Arc<dyn Source<sqlx::Sqlite>> {
+        Arc::new(Handlers(self.clone()))
+    }
+
     /// A connection of its own to read many rows, which would hold the writer up for too long.
     async fn scan(&self) -> Result<SqliteConnection, Failure> {
-        self.0.instance.database.reader().await
+        let database = &self.0.instance.database;
+        Ok(database.reader(database.busy_timeout()).await?.connection)
     }
 
     async fn count(&self) -> Result<Counts, Failure> {

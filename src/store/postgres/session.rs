@@ -36,7 +36,7 @@ const MAX_BACK_OFF: Duration = Duration::from_secs(1);
 
 /// How often a statement is sent in all when its connections break. A pool may hold many connections to
 /// a server that has restarted since, and each of them is only found out by using it.
-const MAX_BROKEN: u32 = 64;
+pub(super) const MAX_BROKEN: u32 = 64;
 
 /// How long a writer keeps its connection: while it is busy, and not so long that the pool could not
 /// end it when it is old.
@@ -249,6 +249,15 @@ impl Instance {
         }
     }
 
+    /// Whether the database's default level is another than read committed.
+    pub(super) fn begins_itself(&self) -> bool {
+        self.begins_itself.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn operation_timeout(&self) -> Duration {
+        self.operation_timeout
+    }
+
     async fn connection(&self, deadline: Instant) -> Result<PoolConnection<Postgres>, Failure> {
         let patience = deadline.saturating_duration_since(Instant::now());
         match within(patience, self.pool.acquire()).await {
@@ -327,7 +336,7 @@ impl Instance {
 
 /// A connection in the middle of something must not go back into the pool. It is cut and not closed in
 /// good order, which would keep its place in the pool for as long as the network hangs.
-fn discard(connection: PoolConnection<Postgres>) {
+pub(super) fn discard(connection: PoolConnection<Postgres>) {
     drop(connection.detach());
 }
 

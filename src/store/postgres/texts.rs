@@ -19,6 +19,14 @@ const SETTLE: &str = include_str!("settle.sql");
 
 const RELEASE: &str = include_str!("release.sql");
 
+const COMPLETE: &str = include_str!("complete.sql");
+
+/// What `COMPLETE` ends with to find the row without an index.
+const AT: &str = "    AND r.ctid = $9::text::tid";
+
+/// To be followed by the record's name.
+const FIND: &str = "SELECT r.ctid::text FROM idempotency_records r";
+
 /// Of these claims, the ones that still stand: what `SETTLE` did not answer was either lost or locked.
 const STANDING: &str = "SELECT w.ord
 FROM unnest($1::bytea[], $2::bytea[], $3::bytea[]) WITH ORDINALITY AS w (scope, key, token, ord)
@@ -324,6 +332,9 @@ pub(super) struct Texts {
     pub(super) take: Grown,
     pub(super) settle: Grown,
     pub(super) release: Grown,
+    pub(super) complete: SqlStr,
+    pub(super) complete_at: SqlStr,
+    pub(super) find: String,
     pub(super) standing: Grown,
     pub(super) renew: Grown,
     pub(super) renew_one: SqlStr,
@@ -360,6 +371,9 @@ impl Texts {
             take: grown(TAKE),
             settle: grown(SETTLE),
             release: grown(RELEASE),
+            complete: fixed(COMPLETE),
+            complete_at: fixed(&format!("{COMPLETE}{AT}")),
+            find: names.fill(FIND),
             standing: grown(STANDING),
             renew: grown(RENEW),
             renew_one: fixed(RENEW_ONE),

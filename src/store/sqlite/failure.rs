@@ -1,6 +1,6 @@
 //! What SQLite's result codes mean for a store (<https://www.sqlite.org/rescode.html>).
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use crate::store::{
     StoreErrorKind,
@@ -11,8 +11,7 @@ impl From<sqlx::Error> for Failure {
     fn from(error: sqlx::Error) -> Self {
         use StoreErrorKind::{Corrupt, Invalid, Schema, Unavailable};
         let (kind, reach, message) = match primary_code(&error) {
-            // Busy, locked, and the same on the way into the write-ahead log.
-            Some(5 | 6 | 15) => (
+            _ if is_lock(&error) => (
                 Unavailable,
                 Reach::Lock,
                 "another process held the SQLite database locked for all of busy_timeout; shorten its transactions or raise busy_timeout",
@@ -71,8 +70,32 @@ impl From<sqlx::Error> for Failure {
     }
 }
 
+/// Whether somebody else has the file locked: busy, locked, and the same on the way into the write-ahead
+/// log.
+pub(super) fn is_lock(error: &sqlx::Error) -> bool {
+    matches!(primary_code(error), Some(5 | 6 | 15))
+}
+
+/// For a handler, whose transactions speak sqlx.
+pub(super) fn told(failure: &Failure) -> sqlx::Error {
+    let error = failure.error();
+    match error.kind() {
+        StoreErrorKind::Unavailable => sqlx::Error::Io(io::Error::other(error)),
+        _ => sqlx::Error::Configuration(Box::new(error)),
+    }
+}
+
+/// What went into a file that nobody finds any more is no promise.
+pub(super) fn moved() -> Failure {
+    Failure::new(
+        StoreErrorKind::Unavailable,
+        Reach::Connection,
+        "the SQLite database file was moved, replaced or deleted; restore it",
+    )
+}
+
 /// The primary result code: the low byte of the extended one.
-fn primary_code(error: &sqlx::Error) -> Option<i32> {
+pub(super) fn primary_code(error: &sqlx::Error) -> Option<i32> {
     let code = error.as_database_error()?.code()?;
     Some(code.parse::<i32>().ok()? & 0xff)
 }

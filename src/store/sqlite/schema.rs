@@ -57,7 +57,7 @@ ORDER BY o.name";
 /// How long SQLite itself waits for a lock, before this crate asks again. Short, because SQLite's
 /// pauses grow to 100 ms, and a writer that comes by so seldom hardly ever meets the moment in
 /// which a busy neighbour has the lock free.
-const LOCK_POLL: Duration = Duration::from_millis(2);
+pub(super) const LOCK_POLL: Duration = Duration::from_millis(2);
 
 /// A database file and how it is to be opened.
 #[derive(Debug)]
@@ -134,10 +134,13 @@ impl Database {
         Ok(Opened { connection, file })
     }
 
-    /// Opens another connection, only to read.
-    pub(super) async fn reader(&self) -> Result<SqliteConnection, Failure> {
-        let options = self.options().busy_timeout(self.busy_timeout);
-        Ok(options.pragma("query_only", "ON").connect().await?)
+    /// Opens another connection, only to read, and to wait this long where the file is locked even for
+    /// that.
+    pub(super) async fn reader(&self, patience: Duration) -> Result<Opened, Failure> {
+        let options = self.options().busy_timeout(patience);
+        let connection = options.pragma("query_only", "ON").connect().await?;
+        let file = FileId::of(&self.path).map_err(unreadable)?;
+        Ok(Opened { connection, file })
     }
 
     /// Whether this connection still reads and writes the file that stands at the path. In WAL mode

@@ -15,7 +15,7 @@ use super::statements::{
 };
 use crate::{
     record::{Owner, Record, RecordId, Timestamp},
-    store::{StoreError, group::Failure, protocol::Leases, stored::damaged},
+    store::{StoreError, protocol::Leases, stored::damaged},
 };
 
 /// A record as it was found, and as the operations have left it so far.
@@ -37,6 +37,16 @@ impl Slot {
             None => Ok(self.record.as_ref()),
             Some(damage) => Err(damaged(damage.clone())),
         }
+    }
+
+    /// A copy of the record as it is to be shown, unless it has expired.
+    pub(super) fn live(&self, now: Timestamp) -> Result<Option<Record>, StoreError> {
+        let record = self.record()?;
+        let mut live = record.filter(|record| !record.is_expired(now)).cloned();
+        if let Some(record) = &mut live {
+            record.drop_expired_response(now);
+        }
+        Ok(live)
     }
 
     /// Has the protocol change the record; answers too by how much the number of records changed.
@@ -96,7 +106,7 @@ impl Slots {
         &mut self,
         rows: &[SqliteRow],
         leases: &mut Leases,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), sqlx::Error> {
         for row in rows {
             let id = decode_id(row)?;
             let slot = self.slot(&id);
@@ -186,7 +196,7 @@ impl<'a> Changes<'a> {
         &self,
         connection: &mut SqliteConnection,
         commit: Option<Commit>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), sqlx::Error> {
         let along = commit.filter(|_| self.count() == 1);
         execute(connection, &DELETE, &self.delete, along, |query, row| {
             query.bind(*row)
@@ -234,7 +244,7 @@ async fn execute<T>(
     items: &[T],
     along: Option<Commit>,
     bind: impl for<'q> Fn(Statement<'q>, &T) -> Statement<'q>,
-) -> Result<(), Failure> {
+) -> Result<(), sqlx::Error> {
     if let (Some(commit), [item]) = (along, items) {
         let query = bind(sqlx::query(statement.and_commit), item);
         commit.bind(query).execute(connection).await?;

@@ -22,6 +22,7 @@ use crate::{IdempotencyKey, Scope, record::Fingerprint};
 
 #[cfg(feature = "testing")]
 mod conformance;
+mod turns;
 
 /// A clock that stands until it is set.
 #[derive(Debug, Clone, Default)]
@@ -325,18 +326,24 @@ async fn a_process_that_crashes_leaves_its_records_and_a_lease_that_lapses() {
     assert!(matches!(abandoned, Claim::Abandoned(_)), "{abandoned:?}");
 }
 
-/// Writes in a loop with hardly a moment between two transactions.
-fn busy_neighbour(path: PathBuf, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<usize> {
-    std::thread::spawn(move || {
+/// Writes in a loop with hardly a moment between two transactions, the first of which is open when this
+/// returns.
+async fn busy_neighbour(path: PathBuf, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<usize> {
+    let (open, is_open) = tokio::sync::oneshot::channel();
+    let neighbour = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .build()
             .unwrap();
         runtime.block_on(async {
             let mut connection = other(&path).await;
+            let mut open = Some(open);
             let mut rounds = 0;
             while !stop.load(Ordering::SeqCst) {
                 let begin = "BEGIN IMMEDIATE; INSERT INTO neighbour VALUES (1)";
                 sqlx::raw_sql(begin).execute(&mut connection).await.unwrap();
+                if let Some(open) = open.take() {
+                    open.send(()).unwrap();
+                }
                 std::thread::sleep(Duration::from_millis(5));
                 sqlx::raw_sql("COMMIT")
                     .execute(&mut connection)
@@ -346,7 +353,9 @@ fn busy_neighbour(path: PathBuf, stop: Arc<AtomicBool>) -> std::thread::JoinHand
             }
             rounds
         })
-    })
+    });
+    is_open.await.unwrap();
+    neighbour
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -361,7 +370,7 @@ async fn a_neighbour_that_writes_in_a_loop_makes_no_claim_fail() {
             .unwrap();
         execute(&path, "CREATE TABLE neighbour (n INTEGER)").await;
         let stop = Arc::new(AtomicBool::new(false));
-        let neighbour = busy_neighbour(path, stop.clone());
+        let neighbour = busy_neighbour(path, stop.clone()).await;
         let mut claims = JoinSet::new();
         for n in 0..250_u8 {
             let store = store.clone();

@@ -132,7 +132,7 @@ impl Transaction<'_> {
                 asked.answer(saved);
             }
             Operation::Load(asked) => {
-                let loaded = self.load(&asked.question).await?;
+                let loaded = load(self.connection, &asked.question).await?;
                 asked.answer(Ok(loaded));
             }
             Operation::Purge(asked) => {
@@ -162,7 +162,7 @@ impl Transaction<'_> {
         let changes = slots.changes();
         match last {
             true => self.commit(&changes).await,
-            false => changes.write(self.connection, None).await,
+            false => Ok(changes.write(self.connection, None).await?),
         }
     }
 
@@ -230,13 +230,7 @@ impl Transaction<'_> {
                 asked.answer(held);
             }
             Operation::Get(asked) => {
-                let found = slots.slot(&asked.question).record().map(|record| {
-                    let mut live = record.filter(|record| !record.is_expired(now)).cloned();
-                    if let Some(record) = &mut live {
-                        record.drop_expired_response(now);
-                    }
-                    live
-                });
+                let found = slots.slot(&asked.question).live(now);
                 asked.answer(found);
             }
             Operation::Forget(asked) => {
@@ -382,26 +376,28 @@ impl Transaction<'_> {
             .await?;
         Ok(Ok(Settled::Done))
     }
+}
 
-    async fn load(&mut self, ticket: &Ticket) -> Result<Option<Vec<Checkpoint>>, Failure> {
-        let rows = bind_id(sqlx::query(LOAD_CHECKPOINTS), &ticket.id)
-            .bind(ticket.token.as_bytes().to_vec())
-            .fetch_all(&mut *self.connection)
-            .await?;
-        if rows.is_empty() {
-            return Ok(None);
-        }
-        let mut saved = Vec::with_capacity(rows.len());
-        for row in &rows {
-            if let Some(name) = row.try_get::<Option<String>, _>(0)? {
-                saved.push(Checkpoint::new(
-                    name,
-                    Bytes::from(row.try_get::<Vec<u8>, _>(1)?),
-                ));
-            }
-        }
-        Ok(Some(saved))
+/// What is saved under this claim; `None` when it is not the record's.
+pub(super) async fn load(
+    connection: &mut SqliteConnection,
+    ticket: &Ticket,
+) -> Result<Option<Vec<Checkpoint>>, sqlx::Error> {
+    let rows = bind_id(sqlx::query(LOAD_CHECKPOINTS), &ticket.id)
+        .bind(ticket.token.as_bytes().to_vec())
+        .fetch_all(connection)
+        .await?;
+    if rows.is_empty() {
+        return Ok(None);
     }
+    let mut saved = Vec::with_capacity(rows.len());
+    for row in &rows {
+        if let Some(name) = row.try_get::<Option<String>, _>(0)? {
+            let value = Bytes::from(row.try_get::<Vec<u8>, _>(1)?);
+            saved.push(Checkpoint::new(name, value));
+        }
+    }
+    Ok(Some(saved))
 }
 
 fn is_about_records(operation: &Operation) -> bool {
@@ -412,7 +408,7 @@ fn is_about_records(operation: &Operation) -> bool {
 }
 
 /// The records an operation is about.
-fn ids(operation: &Operation) -> impl Iterator<Item = &RecordId> {
+pub(super) fn ids(operation: &Operation) -> impl Iterator<Item = &RecordId> {
     let (one, many) = match operation {
         Operation::Claim(asked) => (Some(&asked.question.id), &[][..]),
         Operation::Complete(asked) => (Some(&asked.question.ticket.id), &[][..]),
