@@ -5,6 +5,8 @@
 //! `DRILL_SECONDS` makes it longer. It prints what happened.
 #![cfg(all(unix, feature = "postgres"))]
 
+#[path = "drill/answer.rs"]
+mod answer;
 #[path = "drill/chaos.rs"]
 mod chaos;
 #[path = "drill/clients.rs"]
@@ -15,6 +17,10 @@ mod hiccup;
 mod ledger;
 #[path = "drill/one_death.rs"]
 mod one_death;
+#[path = "drill/owners.rs"]
+mod owners;
+#[path = "drill/process.rs"]
+mod process;
 #[path = "drill/service.rs"]
 mod service;
 mod support;
@@ -23,18 +29,28 @@ mod verdict;
 
 use std::{sync::Arc, time::Duration};
 
-use chaos::{Fleet, INSTANCES};
-use clients::Clients;
-use ledger::Ledger;
+use chaos::Fleet;
+use clients::{Clients, TOO_LONG};
+use ledger::{Ledger, Seen, Terms};
 use support::server::Server;
-use tokio::{sync::watch, task::JoinSet, time::sleep};
+use tokio::{sync::watch, time::sleep};
 use tower_idempotency::PostgresStore;
 use verdict::Verdict;
+
+const INSTANCES: usize = 3;
 
 const CLIENTS: usize = 24;
 
 /// Short, so that what a killed process leaves behind is soon known to be unknown.
 const LEASE: Duration = Duration::from_millis(800);
+
+/// A handler may fail, and an outcome be unknown.
+const TERMS: Terms = Terms {
+    answers: &[201, 500],
+    declines: None,
+    passing: &["idempotency_store_unavailable"],
+    may_be_unknown: true,
+};
 
 /// How long the chaos lasts where nobody asks for more.
 const SECONDS: u64 = 30;
@@ -48,24 +64,21 @@ async fn whatever_is_killed_no_effect_happens_twice_and_every_key_keeps_its_one_
     let server = Server::start().await;
     service::create_effects(&server).await;
     let folder = tempfile::tempdir().unwrap();
-    let fleet = Arc::new(Fleet::new(server.url(), folder.path().join("journal")));
+    let journal = folder.path().join("journal");
+    let fleet = Arc::new(Fleet::new(INSTANCES, {
+        let (database, journal) = (server.url(), journal.clone());
+        move |number| service::spawn(number, &database, &journal)
+    }));
+    let (is_over, over) = watch::channel(false);
     let clients = Arc::new(Clients {
         fleet: fleet.clone(),
-        ledger: Ledger::new(),
+        ledger: Ledger::new(TERMS),
+        over: over.clone(),
     });
 
-    let (is_over, over) = watch::channel(false);
-    let mut kept = JoinSet::new();
-    for place in 0..INSTANCES {
-        let (fleet, over) = (fleet.clone(), over.clone());
-        kept.spawn(async move { fleet.keep(place, over).await });
-    }
+    let kept = fleet.keep_all(&over);
     let shaken = tokio::spawn(chaos::shake(server, over.clone()));
-    let mut driven = JoinSet::new();
-    for client in 0..CLIENTS {
-        let (clients, over) = (clients.clone(), over.clone());
-        driven.spawn(async move { clients.drive_actions(client, over).await });
-    }
+    let driven = clients.drive_all();
     sleep(Duration::from_secs(seconds)).await;
     is_over.send_replace(true);
     let (server, outages) = shaken.await.unwrap();
@@ -76,12 +89,15 @@ async fn whatever_is_killed_no_effect_happens_twice_and_every_key_keeps_its_one_
     let store = PostgresStore::connect(&server.url()).await.unwrap();
     let mut owners = Vec::new();
     for address in fleet.serving() {
-        owners.push(clients.owner_at(address, &store).await);
+        owners.push(owners::owner_at(address, &clients, &store).await);
     }
     assert_eq!(owners.len(), INSTANCES);
-    verdict::owners_settle(&owners, &store, &clients.ledger).await;
-    let unknown = clients.ask_once_more_for_every_key().await;
-    let verdict = Verdict::of(&server, &store, &fleet, &clients.ledger, &unknown).await;
+    owners::settle(&owners, &store, &clients.ledger).await;
+    let last_words = clients.ask_once_more_for_every_key(TOO_LONG).await;
+    let unknown = { last_words.into_iter() }
+        .filter_map(|(key, seen)| (seen == Seen::Unknown).then_some(key))
+        .collect();
+    let verdict = Verdict::of(&server, &store, &journal, &clients.ledger, &unknown).await;
     let summary = format!(
         "drill of {seconds} s: killed {} processes, stalled {}, and {outages}; {}; {verdict}",
         fleet.kills(),

@@ -3,9 +3,8 @@
 use std::{
     fmt,
     net::SocketAddr,
-    path::PathBuf,
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicU32, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -13,32 +12,30 @@ use std::{
 
 use tokio::{
     sync::watch,
+    task::JoinSet,
     time::{sleep, timeout},
 };
 
-use crate::{service::Process, support::server::Server};
-
-pub const INSTANCES: usize = 3;
+use crate::{process::Process, support::server::Server};
 
 /// How long a process may take to serve once nothing disturbs it.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The processes of the service, and where they can be reached.
 pub struct Fleet {
-    database: String,
-    pub journal: PathBuf,
-    addresses: Mutex<[Option<SocketAddr>; INSTANCES]>,
+    spawn: Box<dyn Fn(u32) -> Process + Send + Sync>,
+    addresses: Mutex<Vec<Option<SocketAddr>>>,
     started: AtomicU32,
     kills: AtomicUsize,
     stalls: AtomicUsize,
 }
 
 impl Fleet {
-    pub fn new(database: String, journal: PathBuf) -> Self {
+    /// So many at a time. Each that is started is told its number.
+    pub fn new(instances: usize, spawn: impl Fn(u32) -> Process + Send + Sync + 'static) -> Self {
         Self {
-            database,
-            journal,
-            addresses: Mutex::default(),
+            spawn: Box::new(spawn),
+            addresses: Mutex::new(vec![None; instances]),
             started: AtomicU32::new(0),
             kills: AtomicUsize::new(0),
             stalls: AtomicUsize::new(0),
@@ -56,8 +53,8 @@ impl Fleet {
 
     /// Those that serve, as far as anybody knows.
     pub fn serving(&self) -> Vec<SocketAddr> {
-        let addresses = *self.addresses.lock().unwrap();
-        addresses.into_iter().flatten().collect()
+        let addresses = self.addresses.lock().unwrap();
+        addresses.iter().flatten().copied().collect()
     }
 
     /// Any of these.
@@ -67,17 +64,26 @@ impl Fleet {
         serving.get(chosen).copied()
     }
 
+    /// Keeps all places filled, until it is over. Ends with the processes that are left to serve.
+    pub fn keep_all(self: &Arc<Self>, over: &watch::Receiver<bool>) -> JoinSet<Process> {
+        let mut kept = JoinSet::new();
+        let places = self.addresses.lock().unwrap().len();
+        for place in 0..places {
+            let (fleet, over) = (self.clone(), over.clone());
+            kept.spawn(async move { fleet.keep(place, over).await });
+        }
+        kept
+    }
+
     /// Starts one process after the other and kills each, at any moment of its life, until it is
     /// over. The last one is left to serve.
-    pub async fn keep(&self, place: usize, mut over: watch::Receiver<bool>) -> Process {
+    async fn keep(&self, place: usize, mut over: watch::Receiver<bool>) -> Process {
         loop {
             let number = 1 + self.started.fetch_add(1, Ordering::SeqCst);
-            let mut process = Process::spawn(number, &self.database, &self.journal);
-            let life = Duration::from_millis(rand::random_range(100..2_200));
+            let mut process = (self.spawn)(number);
             let is_over = async {
                 tokio::select! {
-                    () = self.serve(place, &mut process) => unreachable!("it serves until it is killed"),
-                    () = sleep(life) => false,
+                    () = self.live(place, &mut process) => false,
                     _ = over.wait_for(|over| *over) => true,
                 }
             };
@@ -94,23 +100,43 @@ impl Fleet {
         }
     }
 
-    /// Some stand still for a while, so long that their leases are over when they go on.
+    /// Ends when it is to be killed, which may be before it serves.
+    async fn live(&self, place: usize, process: &mut Process) {
+        if rand::random_ratio(1, 3) {
+            return self.stand_still(place, process).await;
+        }
+        let life = Duration::from_millis(rand::random_range(100..2_200));
+        let serve = async {
+            self.serve(place, process).await;
+            std::future::pending::<()>().await
+        };
+        let _ = timeout(life, serve).await;
+    }
+
+    /// For a while, many of them so long that their leases are over when they go on.
+    async fn stand_still(&self, place: usize, process: &mut Process) {
+        self.serve(place, process).await;
+        up_to(400).await;
+        let stalled = process.stall();
+        sleep(Duration::from_millis(rand::random_range(100..1_800))).await;
+        drop(stalled);
+        self.stalls.fetch_add(1, Ordering::SeqCst);
+        up_to(800).await;
+    }
+
     async fn serve(&self, place: usize, process: &mut Process) {
         let address = process.address().await;
         self.publish(place, Some(address));
-        if rand::random_ratio(1, 3) {
-            sleep(Duration::from_millis(rand::random_range(0..400))).await;
-            let stalled = process.stall();
-            sleep(Duration::from_millis(rand::random_range(100..1_500))).await;
-            drop(stalled);
-            self.stalls.fetch_add(1, Ordering::SeqCst);
-        }
-        std::future::pending().await
     }
 
     fn publish(&self, place: usize, address: Option<SocketAddr>) {
         self.addresses.lock().unwrap()[place] = address;
     }
+}
+
+async fn up_to(milliseconds: u64) {
+    let milliseconds = rand::random_range(0..milliseconds);
+    sleep(Duration::from_millis(milliseconds)).await;
 }
 
 /// How often Postgres went down.
@@ -142,7 +168,7 @@ pub async fn shake(mut server: Server, mut over: watch::Receiver<bool>) -> (Serv
             server.stop_immediately().await;
             outages.stopped += 1;
         }
-        sleep(Duration::from_millis(rand::random_range(0..1_500))).await;
+        up_to(1_500).await;
         server.start_again().await;
     }
 }

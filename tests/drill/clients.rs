@@ -1,6 +1,7 @@
 //! Clients that retry, each action under the one key it has.
 
 use std::{
+    collections::HashMap,
     net::SocketAddr,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
@@ -11,7 +12,6 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout},
 };
-use tower_idempotency::{IdempotencyKey, Owner, PostgresStore, RecordId, Scope, store::Inspect};
 
 use crate::{
     CLIENTS,
@@ -21,18 +21,29 @@ use crate::{
 };
 
 /// After this long without an outcome an action hangs.
-const TOO_LONG: Duration = Duration::from_secs(45);
+pub const TOO_LONG: Duration = Duration::from_secs(45);
 
 pub struct Clients {
     pub fleet: Arc<Fleet>,
     pub ledger: Ledger,
+    pub over: watch::Receiver<bool>,
 }
 
 impl Clients {
+    /// Drives so many clients at once, until it is over.
+    pub fn drive_all(self: &Arc<Self>) -> JoinSet<()> {
+        let mut driven = JoinSet::new();
+        for client in 0..CLIENTS {
+            let clients = self.clone();
+            driven.spawn(async move { clients.drive_actions(client).await });
+        }
+        driven
+    }
+
     /// One client: begins actions until it is over, and leaves none without an outcome.
-    pub async fn drive_actions(&self, client: usize, over: watch::Receiver<bool>) {
+    async fn drive_actions(&self, client: usize) {
         for number in 0.. {
-            if *over.borrow() {
+            if self.is_over() {
                 return;
             }
             self.drive(&format!("action-{client}-{number}")).await;
@@ -45,21 +56,9 @@ impl Clients {
         }
     }
 
-    /// What the process at this address claims as.
-    pub async fn owner_at(&self, address: SocketAddr, store: &PostgresStore) -> Owner {
-        let key = format!("action-at-{address}");
-        let begun = Instant::now();
-        while self.ask_at(address, &key).await == Seen::Nothing {
-            assert!(begun.elapsed() < TOO_LONG, "a process has no answer");
-            pause(5, 100).await;
-        }
-        let id = RecordId::new(Scope::shared(), IdempotencyKey::new(&*key));
-        store.get(&id).await.unwrap().unwrap().owner
-    }
-
     /// Retries until there is an outcome, and then some more.
     async fn drive(&self, key: &str) {
-        self.retry(key).await;
+        self.retry(key, TOO_LONG).await;
         for _ in 0..rand::random_range(1..=3) {
             pause(0, 200).await;
             self.ask(key).await;
@@ -67,7 +66,7 @@ impl Clients {
     }
 
     /// Sends the action, sometimes twice at once, until there is an outcome.
-    async fn retry(&self, key: &str) -> Seen {
+    pub async fn retry(&self, key: &str, limit: Duration) -> Seen {
         let begun = Instant::now();
         loop {
             let seen = if rand::random_ratio(1, 4) {
@@ -79,12 +78,16 @@ impl Clients {
             if seen != Seen::Nothing {
                 return seen;
             }
-            if begun.elapsed() > TOO_LONG {
+            if begun.elapsed() > limit {
                 self.ledger.fault(key, "it comes to no end");
                 return Seen::Nothing;
             }
             pause(5, 100).await;
         }
+    }
+
+    fn is_over(&self) -> bool {
+        *self.over.borrow()
     }
 
     /// Sends the action once, to any instance.
@@ -95,41 +98,50 @@ impl Clients {
         }
     }
 
-    async fn ask_at(&self, address: SocketAddr, key: &str) -> Seen {
+    pub async fn ask_at(&self, address: SocketAddr, key: &str) -> Seen {
         let request = raw_post(key, &format!("{{\"action\":\"{key}\"}}"));
-        // Some do not wait for the answer.
-        let patience = match rand::random_ratio(1, 10) {
-            true => rand::random_range(1..60),
-            false => 3_000,
-        };
+        let patience = self.patience();
         let sent = self.ledger.sent(key);
-        let reply = exchange(address, &request, Duration::from_millis(patience)).await;
+        let reply = exchange(address, &request, patience).await;
         self.ledger.received(key, sent, reply)
     }
 
-    /// Asks every key until it has its last word: its answer, or that its outcome is unknown. Answers
-    /// which keys are unknown.
-    pub async fn ask_once_more_for_every_key(self: &Arc<Self>) -> Vec<String> {
+    /// Some do not wait for the answer, and some not as long as a process may stand still, so that they
+    /// ask another one meanwhile.
+    fn patience(&self) -> Duration {
+        let milliseconds = match rand::random_range(0..10) {
+            _ if self.is_over() => 3_000,
+            0 => rand::random_range(1..60),
+            1..6 => rand::random_range(150..700),
+            _ => 3_000,
+        };
+        Duration::from_millis(milliseconds)
+    }
+
+    /// Asks every key until it has its last word, for as long as this at most.
+    pub async fn ask_once_more_for_every_key(
+        self: &Arc<Self>,
+        limit: Duration,
+    ) -> HashMap<String, Seen> {
         let keys = Arc::new(Mutex::new(self.ledger.keys()));
         let mut asked = JoinSet::new();
         for _ in 0..CLIENTS {
             let (clients, keys) = (self.clone(), keys.clone());
             asked.spawn(async move {
                 let next = || keys.lock().unwrap().pop();
-                let mut unknown = Vec::new();
+                let mut last_words = Vec::new();
                 while let Some(key) = next() {
-                    if clients.retry(&key).await == Seen::Unknown {
-                        unknown.push(key);
-                    }
+                    let seen = clients.retry(&key, limit).await;
+                    last_words.push((key, seen));
                 }
-                unknown
+                last_words
             });
         }
-        asked.join_all().await.concat()
+        asked.join_all().await.into_iter().flatten().collect()
     }
 }
 
-async fn pause(least: u64, most: u64) {
+pub async fn pause(least: u64, most: u64) {
     sleep(Duration::from_millis(rand::random_range(least..=most))).await;
 }
 

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{service::RUN, support::wire::Reply};
+use crate::{answer::RUN, support::wire::Reply};
 
 /// What one reply means for its action. What is later here says more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,7 +16,21 @@ pub enum Seen {
     Nothing,
     /// So far: as long as its process lives, it may still be answered.
     Unknown,
+    /// For now: nothing was done, and the same request may be answered otherwise later.
+    Declined,
     Answered,
+}
+
+/// What a service may answer.
+pub struct Terms {
+    /// With these the handler answers once and for all. Such an answer names its run.
+    pub answers: &'static [u16],
+    /// With this the handler declines for now. Such an answer names no run.
+    pub declines: Option<u16>,
+    /// What a 503 may say.
+    pub passing: &'static [&'static str],
+    /// Whether an outcome may be unknown.
+    pub may_be_unknown: bool,
 }
 
 /// What was known when a request was sent.
@@ -34,6 +48,7 @@ pub struct Counts {
     pub in_flight: usize,
     pub unavailable: usize,
     pub unknown: usize,
+    pub declined: usize,
     pub unanswered: usize,
 }
 
@@ -42,7 +57,7 @@ impl fmt::Display for Counts {
         write!(
             f,
             "{} requests for {} actions, {} of them duplicates: {} replays, {} in flight, {} 503s, \
-             {} unknown, {} without an answer",
+             {} unknown, {} declined for now, {} without an answer",
             self.requests,
             self.actions,
             self.duplicates,
@@ -50,12 +65,14 @@ impl fmt::Display for Counts {
             self.in_flight,
             self.unavailable,
             self.unknown,
+            self.declined,
             self.unanswered
         )
     }
 }
 
 pub struct Ledger {
+    terms: Terms,
     begun: Instant,
     pages: Mutex<Pages>,
 }
@@ -77,9 +94,26 @@ struct Action {
     history: Vec<String>,
 }
 
+impl Action {
+    /// What is wrong with this answer.
+    fn answered(&mut self, reply: &Reply, sent: &Sent) -> impl Iterator<Item = &'static str> {
+        let ran = !reply.is_replay();
+        self.unmarked += usize::from(ran);
+        let first = self.first.as_ref();
+        let other = first.is_some_and(|first| !is_same(first, reply));
+        let faults = [
+            (self.unmarked > 1).then_some("a second answer without the marker"),
+            (sent.answered && ran).then_some("ran after it was answered"),
+            other.then_some("the answer is another one now"),
+        ];
+        faults.into_iter().flatten()
+    }
+}
+
 impl Ledger {
-    pub fn new() -> Self {
+    pub fn new(terms: Terms) -> Self {
         Self {
+            terms,
             begun: Instant::now(),
             pages: Mutex::default(),
         }
@@ -144,13 +178,14 @@ impl Ledger {
             if reply.is_replay() { "replay of " } else { "" },
             String::from_utf8_lossy(reply.header(RUN).unwrap_or_default()),
         ));
+        let terms = &self.terms;
         let mut faults = Vec::new();
         let seen = match (reply.status, &*code) {
             (0, _) => {
                 counts.unanswered += 1;
                 Seen::Nothing
             }
-            (503, "idempotency_store_unavailable") => {
+            (503, code) if terms.passing.contains(&code) => {
                 counts.unavailable += 1;
                 faults.extend(retry_after_one_second(&reply));
                 Seen::Nothing
@@ -161,28 +196,23 @@ impl Ledger {
                 faults.extend(sent.answered.then_some("answered before, now in flight"));
                 Seen::Nothing
             }
-            (409, "idempotency_outcome_unknown") => {
+            (409, "idempotency_outcome_unknown") if terms.may_be_unknown => {
                 counts.unknown += 1;
                 faults.extend(sent.answered.then_some("answered before, now unknown"));
                 Seen::Unknown
             }
-            (201 | 500, "") if reply.header(RUN).is_some() => {
+            (status, "") if terms.declines == Some(status) && reply.header(RUN).is_none() => {
+                counts.declined += 1;
+                faults.extend(sent.answered.then_some("answered before, now declined"));
+                faults.extend(reply.is_replay().then_some("what was not kept is replayed"));
+                Seen::Declined
+            }
+            (status, "") if terms.answers.contains(&status) && reply.header(RUN).is_some() => {
                 counts.replays += usize::from(reply.is_replay());
-                action.unmarked += usize::from(!reply.is_replay());
-                faults
-                    .extend((action.unmarked > 1).then_some("a second answer without the marker"));
-                faults.extend(
-                    (sent.answered && !reply.is_replay()).then_some("ran after it was answered"),
-                );
-                match &action.first {
-                    Some(first) => {
-                        let same = is_same(first, &reply);
-                        faults.extend((!same).then_some("the answer is another one now"));
-                    }
-                    None => {
-                        pages.answered.push(key.to_owned());
-                        action.first = Some(reply);
-                    }
+                faults.extend(action.answered(&reply, &sent));
+                if action.first.is_none() {
+                    pages.answered.push(key.to_owned());
+                    action.first = Some(reply);
                 }
                 Seen::Answered
             }

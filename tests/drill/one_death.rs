@@ -7,7 +7,7 @@ use tokio::time::sleep;
 
 use crate::{
     LEASE,
-    service::{self, HOLD, Process},
+    service::{self, HOLD},
     support::{
         server::Server,
         wire::{Reply, Wire, raw_post},
@@ -35,8 +35,8 @@ async fn after_a_kill_between_effect_and_record_the_other_process_waits_out_the_
     service::create_effects(&server).await;
     let folder = tempfile::tempdir().unwrap();
     let journal = folder.path().join("journal");
-    let mut owner = Process::spawn(0, &server.url(), &journal);
-    let mut other = Process::spawn(1, &server.url(), &journal);
+    let mut owner = service::spawn(0, &server.url(), &journal);
+    let mut other = service::spawn(1, &server.url(), &journal);
     let (owner_at, other_at) = (owner.address().await, other.address().await);
     let mut connection = server.connect().await;
 

@@ -3,9 +3,7 @@
 use std::{
     fs::{File, OpenOptions},
     io::Write,
-    net::SocketAddr,
     path::{Path, PathBuf},
-    process::Stdio,
     sync::Arc,
     time::Duration,
 };
@@ -14,22 +12,22 @@ use axum::{
     Router,
     body::Body,
     extract::State,
-    http::{HeaderMap, HeaderValue, Response, StatusCode},
+    http::{HeaderMap, Response, StatusCode},
     routing::post,
 };
 use sqlx::{Executor, PgPool, postgres::PgPoolOptions};
-use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, BufReader, Lines},
-    net::TcpListener,
-    process::{Child, ChildStdout, Command},
-    time::sleep,
-};
+use tokio::{io::AsyncReadExt, net::TcpListener, time::sleep};
 use tower_idempotency::{
     IdempotencyLayer, PostgresStore, Recovery,
     store::{StoreError, StoreErrorKind},
 };
 
-use crate::{LEASE, support::server::Server};
+use crate::{
+    LEASE,
+    answer::{answer, dawdle},
+    process::Process,
+    support::server::Server,
+};
 
 const DATABASE: &str = "TEST_DRILL_DATABASE";
 const JOURNAL: &str = "TEST_DRILL_JOURNAL";
@@ -41,82 +39,19 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The action whose charge never answers.
 pub const HOLD: &str = "action-that-hangs";
 
-/// Names the run in every answer of the handler.
-pub const RUN: &str = "x-run";
-
-/// A process of the service, killed when it is dropped.
-pub struct Process {
-    child: Child,
-    said: Lines<BufReader<ChildStdout>>,
-}
-
-impl Process {
-    /// This test binary once more.
-    pub fn spawn(number: u32, database: &str, journal: &Path) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args([
-                "--exact",
-                "this_binary_also_plays_the_service",
-                "--nocapture",
-            ])
-            .env(DATABASE, database)
-            .env(JOURNAL, journal)
-            .env(NUMBER, number.to_string())
-            // It ends when nobody holds the other end any more.
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .kill_on_drop(true);
-        let mut child = command.spawn().unwrap();
-        let said = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, said }
-    }
-
-    /// Where it listens, as soon as it does. May be dropped and called again until it has answered.
-    pub async fn address(&mut self) -> SocketAddr {
-        while let Some(line) = self.said.next_line().await.unwrap() {
-            if let Some((_, address)) = line.trim().split_once("listening on http://") {
-                return address.parse().unwrap();
-            }
-        }
-        panic!("the process ended: {:?}", self.child.wait().await);
-    }
-
-    /// It does nothing until this is dropped.
-    pub fn stall(&self) -> Stalled {
-        let process = self.child.id().expect("it was waited for");
-        signal("STOP", process);
-        Stalled(process)
-    }
-
-    /// `kill -9`, and nothing the process could do about it.
-    pub async fn kill(mut self) {
-        self.child.kill().await.unwrap();
-    }
-}
-
-/// A process that stands still.
-pub struct Stalled(u32);
-
-impl Drop for Stalled {
-    fn drop(&mut self) {
-        signal("CONT", self.0);
-    }
-}
-
-/// A process that nobody has waited for yet, so that no other can have its number.
-fn signal(name: &str, process: u32) {
-    // The shell's own `kill`, since a program of that name need not be installed.
-    let mut shell = std::process::Command::new("sh");
-    shell.args(["-c", "kill -s \"$@\"", "sh", name, &process.to_string()]);
-    let sent = shell.status();
-    assert!(sent.unwrap().success());
-}
-
 /// Where the effects land. No constraint helps the layer to keep them single.
 pub async fn create_effects(server: &Server) {
     let table = "CREATE TABLE drill_effects (action text NOT NULL, run text NOT NULL)";
     server.connect().await.execute(table).await.unwrap();
+}
+
+/// A process that serves.
+pub fn spawn(number: u32, database: &str, journal: &Path) -> Process {
+    Process::spawn(&[
+        (DATABASE, database.as_ref()),
+        (JOURNAL, journal.as_ref()),
+        (NUMBER, number.to_string().as_ref()),
+    ])
 }
 
 /// What a process is told.
@@ -234,33 +169,4 @@ impl Service {
         dawdle(10).await;
         transaction.commit().await
     }
-}
-
-async fn dawdle(milliseconds: u64) {
-    let milliseconds = rand::random_range(0..=milliseconds);
-    sleep(Duration::from_millis(milliseconds)).await;
-}
-
-/// No two runs answer alike.
-fn answer(status: StatusCode, action: &str, run: &str) -> Response<Body> {
-    let mut answer = Response::builder()
-        .status(status)
-        .header("content-type", "application/json")
-        .header("location", format!("/charges/{run}"))
-        .header(RUN, run);
-    for _ in 0..rand::random_range(0..3) {
-        // What else a header may hold: spaces, and bytes beyond ASCII.
-        let mut value = *b"<  >; rel=";
-        value[1..3].fill_with(|| rand::random_range(0x80..=0xff));
-        answer = answer.header("link", HeaderValue::from_bytes(&value).unwrap());
-    }
-    let large = rand::random_ratio(1, 8);
-    let filler = if large {
-        rand::random_range(0..200_000)
-    } else {
-        0
-    };
-    let filler = run.repeat(filler / run.len());
-    let body = format!("{{\"action\":\"{action}\",\"run\":\"{run}\",\"filler\":\"{filler}\"}}");
-    answer.body(Body::from(body)).unwrap()
 }

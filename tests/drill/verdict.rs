@@ -1,20 +1,22 @@
 //! What has really happened, held against what the clients were told.
 
-use std::{collections::HashMap, fmt, fs, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt, fs,
+    path::Path,
+};
 
-use tokio::time::{Instant, sleep};
-use tower_idempotency::{Owner, PostgresStore, store::Inspect};
+use tower_idempotency::{PostgresStore, store::Inspect};
 
 use crate::{
-    chaos::Fleet,
+    answer::RUN,
     ledger::Ledger,
-    service::RUN,
     support::{server::Server, wire::Reply},
 };
 
 /// Every run of the handler, whatever became of it, by action.
-fn runs(fleet: &Fleet) -> HashMap<String, Vec<String>> {
-    let journal = fs::read_to_string(&fleet.journal).unwrap();
+fn runs(journal: &Path) -> HashMap<String, Vec<String>> {
+    let journal = fs::read_to_string(journal).unwrap();
     let lines = journal.lines();
     grouped(lines.map(|line| line.split_once(' ').expect("an incomplete line")))
 }
@@ -28,32 +30,6 @@ fn grouped<S: Into<String>>(
     }
     grouped
 }
-
-/// Waits for what these owners, which live, have begun: nothing of it stays in flight, or unknown.
-pub async fn owners_settle(owners: &[Owner], store: &PostgresStore, ledger: &Ledger) {
-    let begun = Instant::now();
-    loop {
-        let counts = store.counts().await.unwrap();
-        let abandoned = store.abandoned(None, usize::MAX).await.unwrap();
-        let left: Vec<_> = { abandoned.iter() }
-            .filter(|record| owners.contains(&record.owner))
-            .collect();
-        if counts.running == 0 && left.is_empty() {
-            return;
-        }
-        if begun.elapsed() > PATIENCE {
-            for record in left {
-                let key = String::from_utf8_lossy(record.id.key.as_bytes());
-                ledger.fault(&key, "unknown, though its process lives");
-            }
-            return ledger.fault("all actions", format!("not at rest: {counts:?}"));
-        }
-        sleep(Duration::from_millis(50)).await;
-    }
-}
-
-/// How long it may take until nothing goes on any more.
-const PATIENCE: Duration = Duration::from_secs(15);
 
 /// What every action has come to.
 #[derive(Debug, Default)]
@@ -87,11 +63,11 @@ impl Verdict {
     pub async fn of(
         server: &Server,
         store: &PostgresStore,
-        fleet: &Fleet,
+        journal: &Path,
         ledger: &Ledger,
-        unknown: &[String],
+        unknown: &HashSet<String>,
     ) -> Self {
-        let begun = runs(fleet);
+        let begun = runs(journal);
         let effects = grouped(effects_of(server).await);
         let mut verdict = Self {
             unknown: unknown.len(),
