@@ -187,21 +187,23 @@ async fn count_messages(
     server: &mut OwnedWriteHalf,
     counts: &Counted,
 ) -> std::io::Result<()> {
-    // The first message has no kind.
-    let mut kind = Vec::new();
+    // The first message has no kind before its length.
+    let mut head = vec![0; 4];
     loop {
-        client.read_exact(&mut kind).await?;
-        let length = client.read_u32().await?;
-        let mut message = vec![0; usize::try_from(length.saturating_sub(4)).unwrap_or(0)];
-        client.read_exact(&mut message).await?;
+        client.read_exact(&mut head).await?;
+        let (kind, length) = head.split_at(head.len() - 4);
         // A simple query, or the execution of a prepared one.
-        if matches!(&*kind, b"Q" | b"E") {
+        if matches!(kind, b"Q" | b"E") {
             counts.statements.fetch_add(1, Ordering::Relaxed);
         }
-        server.write_all(&kind).await?;
-        server.write_u32(length).await?;
+        let length = length
+            .iter()
+            .fold(0, |length, byte| length << 8 | usize::from(*byte));
+        let mut message = head.clone();
+        message.resize(kind.len() + length, 0);
+        client.read_exact(&mut message[head.len()..]).await?;
         server.write_all(&message).await?;
-        kind = vec![0];
+        head = vec![0; 5];
     }
 }
 
@@ -214,6 +216,8 @@ async fn counting(server: String) -> (u16, Arc<Counted>) {
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
             let server = TcpStream::connect(&server).await.expect("the server");
+            server.set_nodelay(true).expect("a socket");
+            client.set_nodelay(true).expect("a socket");
             let (mut from_server, mut to_server) = server.into_split();
             let (mut from_client, mut to_client) = client.into_split();
             let counts = counts.clone();
@@ -227,8 +231,6 @@ async fn counting(server: String) -> (u16, Arc<Counted>) {
 }
 
 async fn commits(connection: &mut PgConnection) -> i64 {
-    // The numbers of a session reach this view when it has been idle for a while.
-    tokio::time::sleep(Duration::from_millis(1_200)).await;
     sqlx::query_scalar(
         "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()",
     )
@@ -237,23 +239,31 @@ async fn commits(connection: &mut PgConnection) -> i64 {
     .expect("a number")
 }
 
+/// A session tells its numbers after a transaction, if it has not done so for a second.
+async fn tell_numbers(app: &Router, requests: u32) {
+    tokio::time::sleep(Duration::from_millis(1_200)).await;
+    for _ in 0..requests {
+        request(app).await;
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+}
+
 /// Statements and commits of one request, over many sent one after the other.
 async fn count(app: &Router, counted: &Counted, connection: &mut PgConnection) -> (f64, f64) {
     const REQUESTS: u32 = 1_000;
-    for _ in 0..100 {
-        request(app).await;
-    }
-    let (before, statements) = (
-        commits(connection).await,
-        counted.statements.load(Ordering::Relaxed),
-    );
+    const TELLING: u32 = 8;
+    tell_numbers(app, 100).await;
+    let before = commits(connection).await;
+    let statements = counted.statements.load(Ordering::Relaxed);
     for _ in 0..REQUESTS {
         request(app).await;
     }
+    tell_numbers(app, TELLING).await;
     let statements = counted.statements.load(Ordering::Relaxed) - statements;
     let commits = commits(connection).await - before;
-    let per = |number: u64| rate(number, Duration::from_secs(u64::from(REQUESTS)));
-    (per(statements), per(u64::try_from(commits).unwrap_or(0)))
+    let requests = Duration::from_secs((REQUESTS + TELLING).into());
+    let commits = u64::try_from(commits).unwrap_or(0);
+    (rate(statements, requests), rate(commits, requests))
 }
 
 async fn postgres() {
