@@ -322,26 +322,28 @@ impl<DB: TxDatabase> Tx<DB> {
     /// request was answered.
     pub async fn connection(&mut self) -> Result<TxConnection<'_, DB>, sqlx::Error> {
         let slot = &*self.slot;
-        let mut open = slot.open.lock().await;
+        let mut lent = slot.open.lock().await;
+        if lent.is_none() && !slot.is_over() {
+            let ticket = slot.ticket.as_ref();
+            let begun = slot.source.begin(&slot.options, slot.isolation(), ticket);
+            *lent = Some(begun.await.inspect_err(|error| slot.note(error))?);
+            slot.begun.get_or_init(Instant::now);
+            slot.begins.notify_waiters();
+        }
+        // Dropped, it cuts what was begun for a request that was answered meanwhile.
+        let connection = TxConnection { slot, lent };
         if slot.is_over() {
             let over = "the request was answered, and its transaction is over";
             return Err(sqlx::Error::Io(std::io::Error::other(over)));
         }
-        if open.is_none() {
-            let ticket = slot.ticket.as_ref();
-            let begun = slot.source.begin(&slot.options, slot.isolation(), ticket);
-            *open = Some(begun.await.inspect_err(|error| slot.note(error))?);
-            slot.begun.get_or_init(Instant::now);
-            slot.begins.notify_waiters();
-        }
-        Ok(TxConnection { slot, lent: open })
+        Ok(connection)
     }
 }
 
 /// The connection of a [`Tx`], lent for a while. It is the database's connection: pass `&mut connection` on.
 pub struct TxConnection<'t, DB: TxDatabase> {
     slot: &'t Slot<DB>,
-    /// With a transaction that was begun.
+    /// With a transaction that was begun, unless the request was answered.
     lent: tokio::sync::MutexGuard<'t, Option<Box<dyn OpenTransaction<DB>>>>,
 }
 
