@@ -65,7 +65,7 @@ impl Default for TxOptions {
 
 impl TxOptions {
     /// Postgres: the isolation level, unless a handler chooses one with
-    /// [`Tx::isolation`]. Default: that of the database (`default_transaction_isolation`).
+    /// `Tx::isolation`. Default: that of the database (`default_transaction_isolation`).
     pub fn isolation(mut self, isolation: Isolation) -> Self {
         self.isolation = Some(isolation);
         self
