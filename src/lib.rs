@@ -105,7 +105,7 @@
 //!
 //! | message | level | fields |
 //! | --- | --- | --- |
-//! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected` | `status` (an [`IdempotencyStatus`]), `code` of a refusal |
+//! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected`; error for `idempotency_transaction_misused` | `status` (an [`IdempotencyStatus`]), `code` of a refusal |
 //! | idempotency store failed | warn | `operation`, `kind`, `error`, `source` |
 //! | idempotency store did not answer in time | warn | `operation` |
 //! | idempotency claim lost | warn | `operation`, `attempt` |
@@ -114,6 +114,8 @@
 //! | retained response cannot be read | error | `error` |
 //! | idempotent transaction not committed (in time) | warn | `code`, a SQLSTATE |
 //! | idempotent run begun again after a conflict | debug | `rerun` |
+//! | statement of a handler failed | error; warn for what passes, debug for a conflict | `code`, a SQLSTATE |
+//! | handler stopped: it held its transaction longer than max_hold | warn | – |
 //! | IdempotencyLayer has no scope | warn, once | – |
 //!
 //! # Features

@@ -35,6 +35,10 @@ impl Operation {
 /// The one event of a request's decision.
 pub(crate) fn decided(status: IdempotencyStatus, code: Option<&'static str>) {
     match status {
+        // A mistake of the service.
+        IdempotencyStatus::Executed if code.is_some() => {
+            tracing::error!(status = status.as_str(), code, "idempotency decision");
+        }
         IdempotencyStatus::StoreUnavailable
         | IdempotencyStatus::Overloaded
         | IdempotencyStatus::OutcomeUnknown
@@ -97,6 +101,23 @@ pub(crate) fn commit_failed(error: Option<&sqlx::Error>) {
         ),
         None => tracing::warn!("idempotent transaction not committed in time"),
     }
+}
+
+/// A handler answered with the error of a statement.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn statement_failed(error: &crate::TxError) {
+    let code = error.code();
+    let code = code.as_deref();
+    match error.is_passing() {
+        _ if error.is_conflict() => tracing::debug!(code, "statement of a handler failed"),
+        true => tracing::warn!(code, "statement of a handler failed"),
+        false => tracing::error!(code, "statement of a handler failed"),
+    }
+}
+
+/// A handler held its SQLite transaction longer than `max_hold`.
+pub(crate) fn held_too_long() {
+    tracing::warn!("handler stopped: it held its transaction longer than max_hold");
 }
 
 /// A handler is run again in the same request, because its transaction failed for another one's sake.

@@ -103,6 +103,19 @@ pub(crate) trait Work: Send + Sync {
     /// Rolls it back, if it was begun. From here on no handler can use it. Answers false when the handler has
     /// ended it by itself, and may have committed it.
     fn rollback(&self) -> Boxed<'_, bool>;
+
+    /// The request is over, whatever has become of it. What is still open is cut.
+    fn close(&self);
+}
+
+/// Whoever goes away, because its client or its runtime does, leaves no transaction open: a task of the
+/// handler's may have it.
+struct Closing(Arc<dyn Work>);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
 /// A claimed run, as often as it is begun.
@@ -206,6 +219,7 @@ impl<S: Store> Run<S> {
         RB::Error: Into<axum::BoxError>,
     {
         let work = self.transactor.work(Some(&self.ticket));
+        let _closing = Closing(work.clone());
         let (mut head, body) = (self.head.clone(), self.body.clone());
         work.clone().offer(&mut head.extensions);
         let handled = pin!(Some(async {
@@ -232,7 +246,10 @@ impl<S: Store> Run<S> {
             Watched::Done(Err(error)) => Watched::Done(Err(error)),
             Watched::Panicked(panic) => Watched::Panicked(panic),
             Watched::Stopped(First::Left(())) => Watched::Stopped(Rejection::Overloaded),
-            Watched::Stopped(First::Right(())) => Watched::Stopped(Rejection::TransactionFailed),
+            Watched::Stopped(First::Right(())) => {
+                observe::held_too_long();
+                Watched::Stopped(Rejection::TransactionFailed)
+            }
         };
         let undone = match whole {
             true => self.undo.into(),
@@ -427,10 +444,14 @@ where
     RB: http_body::Body<Data = Bytes> + Send + 'static,
     RB::Error: Into<axum::BoxError>,
 {
+    let _closing = Closing(work.clone());
     let running = pin!(Some(running));
     let ended = match watched(running, work.overdue()).await {
         Watched::Done(Ok(response)) => Ok(response.map(Body::new)),
-        Watched::Stopped(()) => Err(Committed::Unreachable),
+        Watched::Stopped(()) => {
+            observe::held_too_long();
+            Err(Committed::Unreachable)
+        }
         Watched::Done(Err(error)) => {
             work.rollback().await;
             return Err(error);
@@ -442,10 +463,9 @@ where
     };
     let ended = match ended {
         Ok(_) if work.left() == Left::Out => Err(Committed::Refused(NOT_GIVEN_BACK)),
-        Ok(response) if work.left() == Left::Unused => return Ok(response),
         Ok(response) => {
             let (parts, body) = response.into_parts();
-            if is_done(&parts) {
+            if is_done(&parts) && work.left() == Left::Back {
                 match work.commit(None, options.store_timeout).await {
                     Committed::Done => Ok(Response::from_parts(parts, body)),
                     failed => Err(failed),

@@ -292,29 +292,40 @@ pub struct Tx<DB: TxDatabase> {
 }
 
 impl<DB: TxDatabase> Tx<DB> {
-    /// The connection, with the transaction begun, for code that takes one.
+    /// Lends the connection, with the transaction begun, to code that takes one. As long as it is lent,
+    /// `&mut tx` cannot be used.
     ///
     /// ```
-    /// # #[cfg(feature = "postgres")] {
-    /// use sqlx::{Connection, PgConnection, Postgres};
+    /// # #[cfg(feature = "sqlite")] {
+    /// use sqlx::{Connection, Sqlite, SqliteConnection};
     /// use tower_idempotency::{Tx, TxError};
     ///
-    /// async fn debit(connection: &mut PgConnection, satang: i64) -> Result<(), sqlx::Error> {
-    /// #   let _ = (connection, satang);
-    ///     // …
+    /// async fn debit(connection: &mut SqliteConnection, satang: i64) -> Result<(), sqlx::Error> {
+    ///     let debit = sqlx::query("UPDATE wallets SET balance = balance - ?1");
+    ///     debit.bind(satang).execute(connection).await?;
     ///     Ok(())
     /// }
     ///
-    /// async fn handler(mut tx: Tx<Postgres>) -> Result<&'static str, TxError> {
+    /// async fn handler(mut tx: Tx<Sqlite>) -> Result<&'static str, TxError> {
+    ///     // For one call. Without the `*` it is no connection yet.
+    ///     debit(&mut *tx.connection().await?, 500).await?;
+    ///
+    ///     // For several.
     ///     let mut connection = tx.connection().await?;
-    ///     debit(&mut connection, 500).await?;
     ///     let mut savepoint = connection.begin().await?;
     ///     debit(&mut savepoint, 20).await?;
     ///     savepoint.rollback().await?;
+    ///     sqlx::query("SELECT 1").execute(&mut *connection).await?;
+    ///     drop(connection);
+    ///
+    ///     sqlx::query("SELECT 2").execute(&mut tx).await?;
     ///     Ok("done")
     /// }
     /// # }
     /// ```
+    ///
+    /// The layer does not see the statements sent on it. Answer their errors with [`TxError`], so that a
+    /// conflict with another transaction is run again.
     ///
     /// # Errors
     ///
@@ -340,7 +351,7 @@ impl<DB: TxDatabase> Tx<DB> {
     }
 }
 
-/// The connection of a [`Tx`], lent for a while. It is the database's connection: pass `&mut connection` on.
+/// The connection of a [`Tx`], lent for a while: pass `&mut *connection` on.
 pub struct TxConnection<'t, DB: TxDatabase> {
     slot: &'t Slot<DB>,
     /// With a transaction that was begun, unless the request was answered.
@@ -588,7 +599,8 @@ impl<DB: TxDatabase> Work for Slot<DB> {
         limit: Duration,
     ) -> BoxFuture<'a, Committed> {
         async move {
-            let Some(mut open) = self.take().await else {
+            // One that cannot be had was lent for ever.
+            let Some(Some(mut open)) = within(STATEMENT_LIMIT, self.take()).await else {
                 return Committed::Refused(NOT_GIVEN_BACK);
             };
             match within(limit, open.complete(recording)).await {
@@ -645,6 +657,16 @@ impl<DB: TxDatabase> Work for Slot<DB> {
             }
         }
         .boxed()
+    }
+
+    fn close(&self) {
+        *self.state() = State::Over;
+        // One that is lent is cut when its statement ends.
+        if let Ok(mut open) = self.open.try_lock()
+            && let Some(open) = open.take()
+        {
+            open.cut();
+        }
     }
 }
 
@@ -718,11 +740,13 @@ fn is_passing(error: &sqlx::Error) -> bool {
 /// What went wrong with a statement, as a handler's error.
 ///
 /// As a response: 503 with `Retry-After: 1` for what passes (no connection, a lock that was not free in
-/// time, a conflict with another transaction), 500 for everything else. After a serialization failure or
-/// a deadlock (SQLSTATE 40001, 40P01) the layer does not send that answer, but runs the handler again.
+/// time, a conflict with another transaction), 500 for everything else, and an event with the database's
+/// code. After a serialization failure or a deadlock (SQLSTATE 40001, 40P01) the layer does not send that
+/// answer, but runs the handler again; it knows it by a mark in the response's extensions, so answer with
+/// this response too where an error type of your own wraps it.
 ///
-/// Neither its text nor its `Debug` output shows what the database said, for that may hold values; its
-/// [`source`](std::error::Error::source) does.
+/// Neither its text, its `Debug` output nor the event shows what the database said, for that may hold
+/// values; its [`source`](std::error::Error::source) does.
 ///
 /// ```
 /// # #[cfg(feature = "sqlite")] {
@@ -791,6 +815,7 @@ impl std::error::Error for TxError {
 
 impl IntoResponse for TxError {
     fn into_response(self) -> Response<Body> {
+        observe::statement_failed(&self);
         let mut response = if self.is_passing() {
             let retry_after = (header::RETRY_AFTER, HeaderValue::from_static("1"));
             let text = "the database is busy or out of reach, and nothing was done";

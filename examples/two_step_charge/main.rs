@@ -177,7 +177,8 @@ curl -H 'X-Client-Id: shop' URL/budgets/THB
 SEND stall' -H 'KEY: c-1' -d '{"amount_minor":25000,"currency":"THB"}' URL/charges
 curl PROVIDER
 # Pull the plug between the steps: start this again with STEP_MS=2000 LEASE_MS=3000. The provider has
-# charged after three seconds, and nothing is settled. Start once more, and send the retry: one charge.
+# charged after three seconds, and nothing is settled. Start once more, and send the retry: in flight until
+# the dead process's lease is over, which takes three seconds, and then one charge.
 SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges &
 sleep 3; kill -9 PID; wait
 SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges
