@@ -250,6 +250,7 @@ where
             };
         }
     }
+    transacted::withdraw(&mut head.extensions);
     head.extensions
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
     if let Some(transactor) = engine.options.transactor.clone() {

@@ -41,6 +41,8 @@ pub(crate) trait Transactor: Send + Sync {
 pub(crate) enum Left {
     /// It was never begun.
     Unused,
+    /// It could not be begun when the handler wanted to.
+    Failed,
     /// It is back, to be committed or rolled back.
     Back,
     /// The handler has answered, and somebody still holds it.
@@ -75,9 +77,17 @@ pub(crate) enum Committed {
 #[derive(Clone, Copy)]
 pub(crate) struct Conflicted;
 
-/// Says that there is a transaction to be had, whatever its database.
+/// Says that there is a transaction to be had, whatever its database, and how it is withdrawn.
 #[derive(Clone, Copy)]
-pub(crate) struct Offered;
+pub(crate) struct Offered(pub(crate) fn(&mut Extensions));
+
+/// Takes away what an outer layer has offered: its transaction and the record of this layer would not be
+/// committed together.
+pub(crate) fn withdraw(extensions: &mut Extensions) {
+    if let Some(Offered(withdraw)) = extensions.remove() {
+        withdraw(extensions);
+    }
+}
 
 /// One run's transaction, whatever its database. Not held across an answer: a run that is begun anew has
 /// another.
@@ -391,6 +401,10 @@ async fn plan(
         let plan = Plan::Instead(Rejection::TransactionMisused(NOT_GIVEN_BACK));
         return (parts, body, plan);
     }
+    if work.left() == Left::Failed && is_done(&parts) {
+        let plan = Plan::Instead(Rejection::TransactionMisused(NEVER_BEGUN));
+        return (parts, body, plan);
+    }
     let said = parts.extensions.get::<Retain>().copied();
     let tombstone = Completion::tombstone(parts.status);
     if !is_done(&parts) {
@@ -423,6 +437,8 @@ async fn plan(
 }
 
 pub(crate) const NOT_GIVEN_BACK: &str = "the handler answered before its Tx was given back, because it was moved into the response body or another task; nothing was done";
+
+const NEVER_BEGUN: &str = "its transaction could not be begun, and the handler went on as if it had been; nothing was done";
 
 const CONTRADICTION: &str = "the handler answered that it is done, and the key was to be released as if nothing had been; nothing was done";
 
@@ -465,13 +481,14 @@ where
         Ok(_) if work.left() == Left::Out => Err(Committed::Refused(NOT_GIVEN_BACK)),
         Ok(response) => {
             let (parts, body) = response.into_parts();
-            if is_done(&parts) && work.left() == Left::Back {
-                match work.commit(None, options.store_timeout).await {
-                    Committed::Done => Ok(Response::from_parts(parts, body)),
-                    failed => Err(failed),
-                }
-            } else {
-                Ok(Response::from_parts(parts, body))
+            let committed = match work.left() {
+                Left::Back if is_done(&parts) => work.commit(None, options.store_timeout).await,
+                Left::Failed if is_done(&parts) => Committed::Refused(NEVER_BEGUN),
+                _ => Committed::Done,
+            };
+            match committed {
+                Committed::Done => Ok(Response::from_parts(parts, body)),
+                failed => Err(failed),
             }
         }
         stopped => stopped,

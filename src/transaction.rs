@@ -28,7 +28,7 @@ use crate::{
     bounded::within,
     observe,
     store::Ticket,
-    transacted::{Committed, Conflicted, Left, NOT_GIVEN_BACK, Offered, Recording, Work},
+    transacted::{self, Committed, Conflicted, Left, NOT_GIVEN_BACK, Offered, Recording, Work},
 };
 
 /// How the transactions of a layer are begun. See
@@ -165,11 +165,10 @@ pub(crate) enum Ready {
     Yes,
     /// The claim holds its record no longer.
     Lost,
-    /// The handler has ended it by itself, and may have committed it.
+    /// The handler has ended it by itself, and may have committed it, or something after it.
     #[cfg(feature = "postgres")]
     Ended,
-    /// It cannot be committed as it is, and nothing of it stays: the handler has rolled it back, or left a
-    /// savepoint in it open.
+    /// It cannot be committed as it is, and nothing of it stays.
     Void,
 }
 
@@ -194,7 +193,14 @@ pub(crate) trait OpenTransaction<DB: Database>: Send + 'static {
 
     /// Cuts the connection: whatever was under way, nothing more is sent on it.
     fn cut(self: Box<Self>);
+
+    /// What interrupts a statement that is under way, where that can be done from outside.
+    fn interrupt(&self) -> Option<Interrupt> {
+        None
+    }
 }
+
+pub(crate) type Interrupt = Box<dyn Fn() + Send + Sync>;
 
 /// One request's place for a transaction.
 ///
@@ -208,8 +214,12 @@ pub(crate) struct Slot<DB: Database> {
     state: Mutex<State>,
     /// What the handler has chosen.
     isolation: Mutex<Option<Isolation>>,
-    /// A statement failed for another transaction's sake.
+    /// A statement failed for another transaction's sake, and none has succeeded since.
     conflicted: AtomicBool,
+    /// A transaction could not be begun, so a statement was never sent.
+    unbegun: AtomicBool,
+    /// Interrupts what is under way on the connection, whoever has it.
+    interrupt: OnceLock<Interrupt>,
     begun: OnceLock<Instant>,
     begins: Notify,
 }
@@ -270,7 +280,8 @@ enum State {
 ///
 /// One handler has one `Tx` at a time. It must be given back, which happens by itself when it goes out of
 /// scope, before the handler answers: one that was moved into a response body or another task cannot be
-/// committed, and the request is answered with 500. Statements that end a transaction (`COMMIT`,
+/// committed, and the request is answered with 500. (A task that is left behind in the possession of the
+/// lent connection keeps the transaction open until it gives it back; in SQLite nobody else writes meanwhile.) Statements that end a transaction (`COMMIT`,
 /// `ROLLBACK`) are not for handlers; savepoints are, with [`begin`](sqlx::Connection::begin) on its connection.
 ///
 /// Where no key applies (a GET, a key left out where keys are optional, an unprotected run) it is an
@@ -337,7 +348,14 @@ impl<DB: TxDatabase> Tx<DB> {
         if lent.is_none() && !slot.is_over() {
             let ticket = slot.ticket.as_ref();
             let begun = slot.source.begin(&slot.options, slot.isolation(), ticket);
-            *lent = Some(begun.await.inspect_err(|error| slot.note(error))?);
+            let open = begun.await.inspect_err(|error| {
+                slot.unbegun.store(true, Ordering::Relaxed);
+                slot.note(error);
+            })?;
+            if let Some(interrupt) = open.interrupt() {
+                slot.interrupt.get_or_init(|| interrupt);
+            }
+            *lent = Some(open);
             slot.begun.get_or_init(Instant::now);
             slot.begins.notify_waiters();
         }
@@ -454,9 +472,10 @@ macro_rules! executor {
                 async move {
                     let mut connection = self.connection().await?;
                     let all: Vec<_> = connection.fetch_many(query).try_collect().await?;
-                    Ok(iter(all.into_iter().map(Ok)))
+                    Ok(all)
                 }
-                .inspect_err(move |error| slot.note(error))
+                .inspect(move |done| slot.note_of(done))
+                .map_ok(|all| iter(all.into_iter().map(Ok)))
                 .try_flatten_stream()
                 .boxed()
             }
@@ -471,7 +490,7 @@ macro_rules! executor {
             {
                 let slot = self.slot.clone();
                 async move { self.connection().await?.fetch_optional(query).await }
-                    .inspect_err(move |error| slot.note(error))
+                    .inspect(move |done| slot.note_of(done))
                     .boxed()
             }
 
@@ -485,7 +504,7 @@ macro_rules! executor {
             {
                 let slot = self.slot.clone();
                 async move { self.connection().await?.prepare_with(sql, parameters).await }
-                    .inspect_err(move |error| slot.note(error))
+                    .inspect(move |done| slot.note_of(done))
                     .boxed()
             }
         }
@@ -511,6 +530,8 @@ impl<DB: TxDatabase> Slot<DB> {
             state: Mutex::new(State::Here),
             isolation: Mutex::default(),
             conflicted: AtomicBool::new(false),
+            unbegun: AtomicBool::new(false),
+            interrupt: OnceLock::new(),
             begun: OnceLock::new(),
             begins: Notify::new(),
         }
@@ -533,6 +554,14 @@ impl<DB: TxDatabase> Slot<DB> {
         }
     }
 
+    /// A statement that succeeds after a conflict says that the handler has gone back to a savepoint.
+    fn note_of<T>(&self, done: &Result<T, sqlx::Error>) {
+        match done {
+            Ok(_) => self.conflicted.store(false, Ordering::Relaxed),
+            Err(error) => self.note(error),
+        }
+    }
+
     fn take_out(self: &Arc<Self>) -> Result<Tx<DB>, NoTx> {
         let mut state = self.state();
         match *state {
@@ -549,22 +578,37 @@ impl<DB: TxDatabase> Slot<DB> {
         *self.state() == State::Over
     }
 
-    /// The transaction, if one was begun, and from now on nobody else's. Waits for a statement that is still
-    /// under way in some other task.
-    async fn take(&self) -> Option<Box<dyn OpenTransaction<DB>>> {
-        *self.state() = State::Over;
-        self.open.lock().await.take()
+    /// Ends the handler's part. Answers where the transaction was.
+    fn end(&self) -> State {
+        std::mem::replace(&mut *self.state(), State::Over)
+    }
+
+    /// The transaction, if one was begun, once a statement has ended that is still under way in some other
+    /// task; `None` when that takes too long. Whoever has it then cuts it.
+    async fn take(&self) -> Option<Option<Box<dyn OpenTransaction<DB>>>> {
+        let lent = within(STATEMENT_LIMIT, self.open.lock()).await;
+        Some(lent?.take())
+    }
+
+    fn interrupt(&self) {
+        if let Some(interrupt) = self.interrupt.get() {
+            interrupt();
+        }
     }
 }
 
 impl<DB: TxDatabase> Work for Slot<DB> {
     fn offer(self: Arc<Self>, extensions: &mut Extensions) {
+        transacted::withdraw(extensions);
         extensions.insert(self);
-        extensions.insert(Offered);
+        extensions.insert(Offered(|extensions| {
+            extensions.remove::<Arc<Self>>();
+        }));
     }
 
     fn left(&self) -> Left {
         match *self.state() {
+            State::Here if self.unbegun.load(Ordering::Relaxed) => Left::Failed,
             State::Here if self.begun.get().is_none() => Left::Unused,
             State::Here => Left::Back,
             State::Out | State::Over => Left::Out,
@@ -599,10 +643,17 @@ impl<DB: TxDatabase> Work for Slot<DB> {
         limit: Duration,
     ) -> BoxFuture<'a, Committed> {
         async move {
+            let was = self.end();
             // One that cannot be had was lent for ever.
-            let Some(Some(mut open)) = within(STATEMENT_LIMIT, self.take()).await else {
+            let Some(Some(mut open)) = self.take().await else {
                 return Committed::Refused(NOT_GIVEN_BACK);
             };
+            if was != State::Here {
+                return match open.rollback().await {
+                    true => Committed::Refused(NOT_GIVEN_BACK),
+                    false => Committed::Ended,
+                };
+            }
             match within(limit, open.complete(recording)).await {
                 Some(Ok(Ready::Yes)) => {}
                 Some(Ok(Ready::Lost)) => {
@@ -615,13 +666,17 @@ impl<DB: TxDatabase> Work for Slot<DB> {
                     return Committed::Ended;
                 }
                 Some(Ok(Ready::Void)) => {
-                    open.rollback().await;
-                    return Committed::Refused(VOID);
+                    return match open.rollback().await {
+                        true => Committed::Refused(VOID),
+                        false => Committed::Ended,
+                    };
                 }
                 Some(Err(error)) => {
                     observe::commit_failed(Some(&error));
-                    open.rollback().await;
-                    return refused(&error);
+                    return match open.rollback().await {
+                        true => refused(&error),
+                        false => Committed::Ended,
+                    };
                 }
                 None => {
                     observe::commit_failed(None);
@@ -649,10 +704,12 @@ impl<DB: TxDatabase> Work for Slot<DB> {
 
     fn rollback(&self) -> BoxFuture<'_, bool> {
         async {
-            match within(STATEMENT_LIMIT, self.take()).await {
+            if self.end() == State::Out {
+                self.interrupt();
+            }
+            match self.take().await {
                 Some(Some(open)) => open.rollback().await,
-                // Nothing was begun; or a task that was left behind is still in the middle of a statement,
-                // and cuts the connection when that ends.
+                // Nothing was begun; or a task that was left behind still has it.
                 Some(None) | None => true,
             }
         }
@@ -660,12 +717,15 @@ impl<DB: TxDatabase> Work for Slot<DB> {
     }
 
     fn close(&self) {
-        *self.state() = State::Over;
-        // One that is lent is cut when its statement ends.
-        if let Ok(mut open) = self.open.try_lock()
-            && let Some(open) = open.take()
-        {
-            open.cut();
+        self.end();
+        match self.open.try_lock() {
+            Ok(mut open) => {
+                if let Some(open) = open.take() {
+                    open.cut();
+                }
+            }
+            // It is cut when the statement ends.
+            Err(_) => self.interrupt(),
         }
     }
 }
@@ -673,7 +733,8 @@ impl<DB: TxDatabase> Work for Slot<DB> {
 /// How long a statement is waited for that a task of its own is still carrying out.
 const STATEMENT_LIMIT: Duration = Duration::from_secs(1);
 
-const VOID: &str = "the handler rolled its transaction back by itself, or left a savepoint in it open; nothing was done";
+const VOID: &str =
+    "the handler ended its transaction by itself, or left a savepoint in it open; nothing was done";
 
 /// What an error before the end of COMMIT means: nothing was committed.
 fn refused(error: &sqlx::Error) -> Committed {
@@ -847,7 +908,7 @@ impl fmt::Display for NoTx {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
             Why::NotTransactional => {
-                "no transaction stands behind this request; wrap the route in an IdempotencyLayer with .transactional()"
+                "no transaction stands behind this request; wrap the route in an IdempotencyLayer with .transactional(), and where two layers cover it, the one that reads its key"
             }
             Why::OtherDatabase => {
                 "the layer's store keeps its records in another database than this Tx is for; take the Tx of the store's database"

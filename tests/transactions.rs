@@ -24,6 +24,8 @@ mod ground;
 mod handlers;
 #[path = "transactions/isolation.rs"]
 mod isolation;
+#[path = "transactions/left_behind.rs"]
+mod left_behind;
 #[path = "transactions/limits.rs"]
 mod limits;
 #[path = "transactions/lost_commits.rs"]

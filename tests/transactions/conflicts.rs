@@ -273,3 +273,27 @@ async fn a_conflict_that_is_hidden_from_the_layer_is_never_answered_as_done() {
     assert_eq!(send(&app, post("k", "A")).await.said(), said(500, MISUSED));
     assert_eq!(ground.left("k").await, (0, None));
 }
+
+/// It went back to a savepoint, and what it answers then is its own decision.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_conflict_that_the_handler_has_dealt_with_is_not_run_again() {
+    const FAILS: &str = "DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40P01'; END $$";
+    for (status, left) in [(201, (1, DONE)), (402, (0, None))] {
+        let ground = Ground::<Postgres>::new().await;
+        let runs = Runs::default();
+        let counted = runs.clone();
+        let app = app(
+            ground.layer(),
+            move |Key(key): Key, mut tx: Tx<Postgres>| async move {
+                counted.begin();
+                charge(&mut tx, &key).await?;
+                Postgres::run_in(&mut tx, "SAVEPOINT before").await?;
+                assert!(Postgres::run_in(&mut tx, FAILS).await.is_err());
+                Postgres::run_in(&mut tx, "ROLLBACK TO SAVEPOINT before").await?;
+                Ok::<_, TxError>(answer(status))
+            },
+        );
+        assert_eq!(send(&app, post("k", "A")).await.status.as_u16(), status);
+        assert_eq!((runs.count(), ground.left("k").await), (1, left));
+    }
+}

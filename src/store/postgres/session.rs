@@ -351,7 +351,7 @@ const BEGIN: &str =
 
 /// All rows, to the very end of the answer: a statement outside a transaction is committed only after
 /// its last row was sent, and may still fail then.
-async fn fetch(
+pub(super) async fn fetch(
     connection: &mut PgConnection,
     statement: Statement<'_>,
     begin: bool,

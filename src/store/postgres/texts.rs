@@ -24,8 +24,8 @@ const COMPLETE: &str = include_str!("complete.sql");
 /// What `COMPLETE` ends with to find the row without an index.
 const AT: &str = "    AND r.ctid = $9::text::tid";
 
-/// To be followed by the record's name.
-const FIND: &str = "SELECT r.ctid::text FROM idempotency_records r";
+const FIND: &str =
+    "SELECT r.ctid::text FROM idempotency_records r WHERE r.scope = $1 AND r.key = $2";
 
 /// Of these claims, the ones that still stand: what `SETTLE` did not answer was either lost or locked.
 const STANDING: &str = "SELECT w.ord
@@ -334,7 +334,7 @@ pub(super) struct Texts {
     pub(super) release: Grown,
     pub(super) complete: SqlStr,
     pub(super) complete_at: SqlStr,
-    pub(super) find: String,
+    pub(super) find: SqlStr,
     pub(super) standing: Grown,
     pub(super) renew: Grown,
     pub(super) renew_one: SqlStr,
@@ -373,7 +373,7 @@ impl Texts {
             release: grown(RELEASE),
             complete: fixed(COMPLETE),
             complete_at: fixed(&format!("{COMPLETE}{AT}")),
-            find: names.fill(FIND),
+            find: fixed(FIND),
             standing: grown(STANDING),
             renew: grown(RENEW),
             renew_one: fixed(RENEW_ONE),

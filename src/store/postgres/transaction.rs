@@ -12,7 +12,7 @@ use super::{
     bind_id,
     failure::broke,
     rows::interval,
-    session::{Instance, MAX_BROKEN, Statement, discard},
+    session::{Instance, MAX_BROKEN, Statement, discard, fetch},
     texts::safe,
 };
 use crate::{
@@ -26,9 +26,6 @@ use crate::{
 
 type Manager = PgTransactionManager;
 
-/// What a transaction without a claim is known by.
-const NO_CLAIM: Token = Token::from_bytes([0; 16]);
-
 /// Begins transactions on the store's pool.
 pub(super) struct Transactions(pub(super) Arc<Instance>);
 
@@ -39,14 +36,14 @@ impl Source<Postgres> for Transactions {
         isolation: Option<Isolation>,
         ticket: Option<&'a Ticket>,
     ) -> BoxFuture<'a, Result<Box<dyn OpenTransaction<Postgres>>, sqlx::Error>> {
-        let token = ticket.map_or(NO_CLAIM, |ticket| ticket.token);
         let isolation = isolation.or(options.isolation);
-        let begin = begin(options, isolation, token);
-        let find = match isolation {
-            Some(Isolation::ReadCommitted | Isolation::RepeatableRead) => None,
-            None if !self.0.begins_itself() => None,
-            _ => ticket.map(|ticket| find(&self.0, ticket)),
+        let may_be_serializable = match isolation {
+            Some(Isolation::ReadCommitted | Isolation::RepeatableRead) => false,
+            None => self.0.begins_itself(),
+            Some(Isolation::Serializable) => true,
         };
+        let nonce = hex(Token::random().as_bytes());
+        let begin = begin(options, isolation, &nonce);
         async move {
             let mut attempts = 0;
             loop {
@@ -55,11 +52,12 @@ impl Source<Postgres> for Transactions {
                 let Some(connection) = &mut cut.0 else {
                     return Err(sqlx::Error::BeginFailed);
                 };
-                match begin_on(connection, begin.clone(), find.clone()).await {
+                let record = ticket.filter(|_| may_be_serializable);
+                match self.begin_on(connection, begin.clone(), record).await {
                     Ok(place) => {
                         let open = Open {
                             instance: self.0.clone(),
-                            token,
+                            nonce,
                             place,
                             connection: cut.0.take(),
                         };
@@ -79,8 +77,41 @@ impl Source<Postgres> for Transactions {
     }
 }
 
-/// In one round trip. The settings end with the transaction.
-fn begin(options: &TxOptions, isolation: Option<Isolation>, token: Token) -> SqlStr {
+impl Transactions {
+    /// Answers where the record is, when it is asked for.
+    async fn begin_on(
+        &self,
+        connection: &mut PgConnection,
+        begin: SqlStr,
+        record: Option<&Ticket>,
+    ) -> Result<Option<String>, sqlx::Error> {
+        let place = match record {
+            Some(ticket) => self.find(connection, ticket).await?,
+            None => None,
+        };
+        Manager::begin(connection, Some(begin)).await?;
+        Ok(place)
+    }
+
+    /// Where the record stands in its table.
+    ///
+    /// Found by its key in a serializable transaction, it would be read through a page of the index to which
+    /// its neighbours write when they are completed: of eight transactions at once that had nothing in
+    /// common, nearly all failed for that. Found before the transaction, it is reached without the index.
+    async fn find(
+        &self,
+        connection: &mut PgConnection,
+        ticket: &Ticket,
+    ) -> Result<Option<String>, sqlx::Error> {
+        let find = bind_id(sqlx::query(self.0.texts.find.clone()), &ticket.id);
+        let rows = fetch(connection, find, self.0.begins_itself()).await?;
+        rows.first().map(|row| row.try_get(0)).transpose()
+    }
+}
+
+/// In one round trip. `run` is there as long as the transaction is; `committed` is there once it was
+/// committed, and gone when it was rolled back.
+fn begin(options: &TxOptions, isolation: Option<Isolation>, nonce: &str) -> SqlStr {
     let level = match isolation {
         None => "",
         Some(Isolation::ReadCommitted) => " ISOLATION LEVEL READ COMMITTED",
@@ -88,41 +119,10 @@ fn begin(options: &TxOptions, isolation: Option<Isolation>, token: Token) -> Sql
         Some(Isolation::Serializable) => " ISOLATION LEVEL SERIALIZABLE",
     };
     safe(format!(
-        "BEGIN{level}; SET LOCAL lock_timeout = {}; SET LOCAL idle_in_transaction_session_timeout = {}; SET LOCAL tower_idempotency.run = '{}'",
+        "BEGIN{level}; SET LOCAL lock_timeout = {}; SET LOCAL idle_in_transaction_session_timeout = {}; SET LOCAL tower_idempotency.run = '{nonce}'; SET tower_idempotency.committed = '{nonce}'",
         options.lock_timeout.as_millis(),
         options.idle_timeout.as_millis(),
-        hex(token.as_bytes()),
     ))
-}
-
-/// Where the record stands in its table.
-///
-/// Found by its key in a serializable transaction, it would be read through a page of the index to which
-/// its neighbours write when they are completed: of eight transactions at once that had nothing in common,
-/// nearly all failed for that. Found before the transaction, it is reached without the index.
-fn find(instance: &Instance, ticket: &Ticket) -> SqlStr {
-    let scope = hex(ticket.id.scope.as_bytes());
-    let key = hex(ticket.id.key.as_bytes());
-    let find = &instance.texts.find;
-    safe(format!(
-        "BEGIN ISOLATION LEVEL READ COMMITTED; {find} WHERE r.scope = decode('{scope}', 'hex') AND r.key = decode('{key}', 'hex'); COMMIT"
-    ))
-}
-
-async fn begin_on(
-    connection: &mut PgConnection,
-    begin: SqlStr,
-    find: Option<SqlStr>,
-) -> Result<Option<String>, sqlx::Error> {
-    let place = match find {
-        Some(find) => {
-            let found = sqlx::raw_sql(find).fetch_optional(&mut *connection).await?;
-            found.map(|row| row.try_get(0)).transpose()?
-        }
-        None => None,
-    };
-    Manager::begin(connection, Some(begin)).await?;
-    Ok(place)
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -136,44 +136,64 @@ fn hex(bytes: &[u8]) -> String {
 
 struct Open {
     instance: Arc<Instance>,
-    token: Token,
-    /// Where the record was before the transaction began; see [`find`].
+    /// What this transaction is known by to the server.
+    nonce: String,
+    /// Where the record was before the transaction began; see [`Transactions::find`].
     place: Option<String>,
     /// Taken at the end.
     connection: Option<PoolConnection<Postgres>>,
 }
 
 impl Open {
-    async fn complete(&mut self, recording: &Recording) -> Result<Ready, sqlx::Error> {
+    async fn complete(&mut self, recording: Option<&Recording>) -> Result<Ready, sqlx::Error> {
         let Some(connection) = &mut self.connection else {
-            return Ok(Ready::Ended);
+            return Ok(Ready::Void);
         };
         // A savepoint that was never ended would be all that a COMMIT ends.
         if Manager::get_transaction_depth(connection) > 1 {
             return Ok(Ready::Void);
         }
-        let texts = &self.instance.texts;
-        let mut completed = 0;
-        if let Some(place) = &self.place {
-            let at_its_place = completion(&texts.complete_at, recording).bind(place);
-            completed = at_its_place
-                .execute(&mut **connection)
-                .await?
-                .rows_affected();
+        if let Some(recording) = recording {
+            let texts = &self.instance.texts;
+            let by_its_key = completion(&texts.complete, recording, &self.nonce);
+            let at_its_place = self
+                .place
+                .as_ref()
+                .map(|place| completion(&texts.complete_at, recording, &self.nonce).bind(place));
+            for statement in at_its_place.into_iter().chain([by_its_key]) {
+                let completed = statement.execute(&mut **connection).await?;
+                if completed.rows_affected() > 0 {
+                    return Ok(Ready::Yes);
+                }
+            }
         }
-        if completed == 0 {
-            let by_its_key = completion(&texts.complete, recording);
-            completed = by_its_key.execute(&mut **connection).await?.rows_affected();
+        let whole = setting(connection, RUN).await? == self.nonce;
+        Ok(match recording {
+            _ if !whole => Ready::Ended,
+            Some(_) => Ready::Lost,
+            None => Ready::Yes,
+        })
+    }
+
+    /// Answers false when the handler has ended it by itself, and may have committed it or something after it.
+    async fn roll_back(connection: &mut PgConnection, nonce: &str) -> Result<bool, sqlx::Error> {
+        // Where the transaction is aborted, this cannot be asked before it has ended.
+        let run = setting(connection, RUN).await;
+        if Manager::get_transaction_depth(connection) == 0 {
+            // sqlx knows of none any more; there may be one that the handler has begun.
+            sqlx::raw_sql("ROLLBACK").execute(&mut *connection).await?;
         }
-        match completed {
-            0 if is_whole(connection, self.token).await? => Ok(Ready::Lost),
-            0 => Ok(Ready::Ended),
-            _ => Ok(Ready::Yes),
+        while Manager::get_transaction_depth(connection) > 0 {
+            Manager::rollback(connection).await?;
+        }
+        match run {
+            Ok(run) => Ok(run == nonce),
+            Err(_) => Ok(setting(connection, COMMITTED).await? != nonce),
         }
     }
 }
 
-fn completion<'q>(text: &SqlStr, recording: &'q Recording) -> Statement<'q> {
+fn completion<'q>(text: &SqlStr, recording: &'q Recording, nonce: &'q str) -> Statement<'q> {
     let (done, lifetimes) = (&recording.done, &recording.lifetimes);
     bind_id(sqlx::query(text.clone()), &recording.ticket.id)
         .bind(*recording.ticket.token.as_bytes())
@@ -181,16 +201,14 @@ fn completion<'q>(text: &SqlStr, recording: &'q Recording) -> Statement<'q> {
         .bind(lifetimes.response_ttl.map(interval))
         .bind(i16::try_from(done.status.as_u16()).ok())
         .bind(done.response.as_deref())
-        .bind(hex(recording.ticket.token.as_bytes()))
+        .bind(nonce)
 }
 
-/// Whether the transaction that was begun is still open. Fails where it is aborted.
-async fn is_whole(connection: &mut PgConnection, token: Token) -> Result<bool, sqlx::Error> {
-    let setting =
-        sqlx::query("SELECT coalesce(current_setting('tower_idempotency.run', true), '')")
-            .fetch_one(connection)
-            .await?;
-    Ok(setting.try_get::<String, _>(0)? == hex(token.as_bytes()))
+const RUN: &str = "SELECT coalesce(current_setting('tower_idempotency.run', true), '')";
+const COMMITTED: &str = "SELECT coalesce(current_setting('tower_idempotency.committed', true), '')";
+
+async fn setting(connection: &mut PgConnection, text: &'static str) -> Result<String, sqlx::Error> {
+    sqlx::query(text).fetch_one(connection).await?.try_get(0)
 }
 
 impl OpenTransaction<Postgres> for Open {
@@ -206,18 +224,7 @@ impl OpenTransaction<Postgres> for Open {
         &'a mut self,
         recording: Option<&'a Recording>,
     ) -> BoxFuture<'a, Result<Ready, sqlx::Error>> {
-        async move {
-            match (recording, &mut self.connection) {
-                (Some(recording), _) => self.complete(recording).await,
-                (None, Some(connection)) => Ok(match is_whole(connection, self.token).await? {
-                    true if Manager::get_transaction_depth(connection) > 1 => Ready::Void,
-                    true => Ready::Yes,
-                    false => Ready::Ended,
-                }),
-                (None, None) => Ok(Ready::Ended),
-            }
-        }
-        .boxed()
+        self.complete(recording).boxed()
     }
 
     fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), sqlx::Error>> {
@@ -238,14 +245,15 @@ impl OpenTransaction<Postgres> for Open {
             let Some(connection) = &mut cut.0 else {
                 return true;
             };
-            let limit = self.instance.operation_timeout();
-            // One that is aborted, or does not answer, was not committed.
-            let whole = within(limit, is_whole(connection, self.token)).await;
-            let whole = whole.is_none_or(|whole| whole.unwrap_or(true));
-            if let Some(Ok(())) = within(limit, roll_back(connection)).await {
-                drop(cut.0.take());
+            let rolled_back = Self::roll_back(connection, &self.nonce);
+            match within(self.instance.operation_timeout(), rolled_back).await {
+                Some(Ok(whole)) => {
+                    drop(cut.0.take());
+                    whole
+                }
+                // Cut off, it is rolled back, unless the handler has ended it by itself: which it is not to.
+                Some(Err(_)) | None => true,
             }
-            whole
         }
         .boxed()
     }
@@ -253,14 +261,6 @@ impl OpenTransaction<Postgres> for Open {
     fn cut(mut self: Box<Self>) {
         drop(Cut(self.connection.take()));
     }
-}
-
-/// With all savepoints in it.
-async fn roll_back(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
-    while Manager::get_transaction_depth(connection) > 0 {
-        Manager::rollback(connection).await?;
-    }
-    Ok(())
 }
 
 impl Drop for Open {

@@ -28,7 +28,7 @@ use crate::{
         protocol::{self, Leases},
     },
     transacted::Recording,
-    transaction::{OpenTransaction, Ready, Source},
+    transaction::{Interrupt, OpenTransaction, Ready, Source},
 };
 
 type Manager = SqliteTransactionManager;
@@ -311,5 +311,12 @@ impl OpenTransaction<Sqlite> for Open {
 
     fn cut(self: Box<Self>) {
         drop(self);
+    }
+
+    fn interrupt(&self) -> Option<Interrupt> {
+        let told = self.kept.guard.0.clone();
+        Some(Box::new(move || {
+            told.interrupted.store(true, Ordering::Release);
+        }))
     }
 }

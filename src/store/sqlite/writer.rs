@@ -21,11 +21,17 @@ use super::{
 use crate::{
     bounded::within,
     record::Owner,
-    store::group::{Failure, Operation, Reach, Writer, fitting},
+    store::{
+        StoreError, StoreErrorKind,
+        group::{Failure, Operation, Reach, Writer, fitting},
+    },
 };
 
 /// How long a locked file is tried before newer operations are looked at.
 const ROUND: Duration = Duration::from_millis(20);
+
+/// How often it is looked, while the turn is another's, who has waited too long for it.
+const LOOK: Duration = Duration::from_secs(1);
 
 const MIN_BACK_OFF: Duration = Duration::from_millis(20);
 const MAX_BACK_OFF: Duration = Duration::from_secs(2);
@@ -185,6 +191,7 @@ impl Writer for SqliteWriter {
             Poll::Pending => {
                 self.locked = None;
                 self.read(batch).await;
+                give_up_turn(batch);
                 Ok(())
             }
         };
@@ -209,7 +216,10 @@ impl Writer for SqliteWriter {
             true => {
                 within(rest, turn).await;
             }
-            false => turn.await,
+            // Or until there may be somebody who has waited too long.
+            false => {
+                within(LOOK, turn).await;
+            }
         }
     }
 
@@ -235,6 +245,21 @@ impl Writer for SqliteWriter {
             opened.connection.close().await?;
         }
         closed
+    }
+}
+
+/// A handler that never ends must not keep a store from being closed.
+fn give_up_turn(batch: &mut [Operation]) {
+    let held = || {
+        StoreError::new(
+            StoreErrorKind::Unavailable,
+            "a handler has held its SQLite transaction for too long; look for a task that keeps the connection of its Tx",
+        )
+    };
+    for operation in batch {
+        if operation.waits_for() >= Some(PATIENCE) {
+            operation.answer_error(held());
+        }
     }
 }
 
