@@ -252,7 +252,10 @@ async fn tell_numbers(app: &Router, requests: u32) {
 async fn count(app: &Router, counted: &Counted, connection: &mut PgConnection) -> (f64, f64) {
     const REQUESTS: u32 = 1_000;
     const TELLING: u32 = 8;
-    tell_numbers(app, 100).await;
+    for _ in 0..100 {
+        request(app).await;
+    }
+    tell_numbers(app, TELLING).await;
     let before = commits(connection).await;
     let statements = counted.statements.load(Ordering::Relaxed);
     for _ in 0..REQUESTS {
