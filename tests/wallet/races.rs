@@ -1,8 +1,11 @@
 //! Actions that meet in one row.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use axum::http::StatusCode;
@@ -126,6 +129,12 @@ async fn transfers_at_once_do_not_exceed_the_daily_limit() {
     bank.open_wallets(1_000..1_020, 1_000_000).await;
     bank.run("UPDATE wallet_accounts SET daily_limit_satang = 100000 WHERE id >= 1000")
         .await;
+    // All of it must be on one day.
+    let left = "SELECT extract(epoch FROM date_trunc('day', clock_timestamp(), 'Asia/Bangkok')
+            + interval '1 day' - clock_timestamp())::bigint";
+    if let left @ ..20 = bank.ask(left).await {
+        tokio::time::sleep(Duration::from_secs(left.unsigned_abs() + 1)).await;
+    }
     for wallet in 1_000..1_020 {
         let mut transfers = JoinSet::new();
         // To as many receivers, so that the sender's row is all they have in common but the house's.

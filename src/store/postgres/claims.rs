@@ -13,7 +13,7 @@ use super::{
     texts::{Grown, Texts},
 };
 use crate::{
-    record::{Record, RecordId, State},
+    record::{Record, RecordId, State, Token},
     store::{
         Claim, ClaimRequest, Held, StoreError, Ticket,
         group::{Asked, Failure, MAX_OPERATIONS, Operation},
@@ -156,16 +156,30 @@ fn firsts<'a>(groups: &'a [Group<'_, '_>]) -> Vec<&'a ClaimRequest> {
     groups.iter().map(|group| &group[0].question).collect()
 }
 
-/// The claims that nothing asked earlier stands before.
+/// The claims that nothing asked earlier stands before. A release that cannot take place yet, because its
+/// record is locked or its claim in doubt, stands only before its own claim: whoever else asks is told
+/// what is so until then.
 fn claims(batch: &mut [Operation]) -> Vec<&mut Asking> {
     let mut passed: HashSet<RecordId> = HashSet::new();
+    let mut undone: HashSet<Token> = HashSet::new();
     let mut claims = Vec::with_capacity(batch.len());
     for operation in batch {
         match operation {
             Operation::Claim(asked) if asked.rests() => {}
-            Operation::Claim(asked) if !passed.contains(&asked.question.id) => claims.push(asked),
+            Operation::Claim(asked) => {
+                let claim = &asked.question;
+                if !passed.contains(&claim.id) && !undone.contains(&claim.token) {
+                    claims.push(asked);
+                }
+            }
             Operation::Release(asked) => {
-                passed.insert(asked.question.ticket.id.clone());
+                let ticket = &asked.question.ticket;
+                // Sent again, it waits for the same.
+                if asked.is_fresh() && !undone.contains(&ticket.token) {
+                    passed.insert(ticket.id.clone());
+                } else {
+                    undone.insert(ticket.token);
+                }
             }
             Operation::Forget(asked) => {
                 passed.insert(asked.question.clone());
