@@ -1,6 +1,11 @@
 //! Transactions of handlers, which complete a record together with their effect.
 
-use std::{fmt::Write, sync::Arc, time::Duration};
+use std::{
+    fmt::Write,
+    ops::{Deref, DerefMut},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use sqlx::{
@@ -48,18 +53,15 @@ impl Source<Postgres> for Transactions {
             let mut attempts = 0;
             loop {
                 // Whoever begins may be dropped in the middle, and sqlx does not see to it then.
-                let mut cut = Cut(Some(self.0.pool.acquire().await?));
-                let Some(connection) = &mut cut.0 else {
-                    return Err(sqlx::Error::BeginFailed);
-                };
+                let mut connection = Held(Some(self.0.pool.acquire().await?));
                 let record = ticket.filter(|_| may_be_serializable);
-                match self.begin_on(connection, begin.clone(), record).await {
+                match self.begin_on(&mut connection, begin.clone(), record).await {
                     Ok(place) => {
                         let open = Open {
                             instance: self.0.clone(),
                             nonce,
                             place,
-                            connection: cut.0.take(),
+                            connection,
                         };
                         return Ok(Box::new(open) as Box<_>);
                     }
@@ -140,15 +142,12 @@ struct Open {
     nonce: String,
     /// Where the record was before the transaction began; see [`Transactions::find`].
     place: Option<String>,
-    /// Taken at the end.
-    connection: Option<PoolConnection<Postgres>>,
+    connection: Held,
 }
 
 impl Open {
     async fn complete(&mut self, recording: Option<&Recording>) -> Result<Ready, sqlx::Error> {
-        let Some(connection) = &mut self.connection else {
-            return Ok(Ready::Void);
-        };
+        let connection = &mut *self.connection;
         // A savepoint that was never ended would be all that a COMMIT ends.
         if Manager::get_transaction_depth(connection) > 1 {
             return Ok(Ready::Void);
@@ -161,7 +160,7 @@ impl Open {
                 .as_ref()
                 .map(|place| completion(&texts.complete_at, recording, &self.nonce).bind(place));
             for statement in at_its_place.into_iter().chain([by_its_key]) {
-                let completed = statement.execute(&mut **connection).await?;
+                let completed = statement.execute(&mut *connection).await?;
                 if completed.rows_affected() > 0 {
                     return Ok(Ready::Yes);
                 }
@@ -213,11 +212,11 @@ async fn setting(connection: &mut PgConnection, text: &'static str) -> Result<St
 
 impl OpenTransaction<Postgres> for Open {
     fn connection(&self) -> &PgConnection {
-        self.connection.as_ref().expect("taken only at the end")
+        &self.connection
     }
 
     fn connection_mut(&mut self) -> &mut PgConnection {
-        self.connection.as_mut().expect("taken only at the end")
+        &mut self.connection
     }
 
     fn complete<'a>(
@@ -227,28 +226,28 @@ impl OpenTransaction<Postgres> for Open {
         self.complete(recording).boxed()
     }
 
-    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), sqlx::Error>> {
+    fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), sqlx::Error>> {
+        let mut connection = self.connection;
         async move {
-            let mut cut = Cut(self.connection.take());
-            if let Some(connection) = &mut cut.0 {
-                Manager::commit(connection).await?;
-            }
-            drop(cut.0.take());
+            Manager::commit(&mut connection).await?;
+            connection.give_back();
             Ok(())
         }
         .boxed()
     }
 
-    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, bool> {
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, bool> {
+        let Self {
+            instance,
+            nonce,
+            mut connection,
+            ..
+        } = *self;
         async move {
-            let mut cut = Cut(self.connection.take());
-            let Some(connection) = &mut cut.0 else {
-                return true;
-            };
-            let rolled_back = Self::roll_back(connection, &self.nonce);
-            match within(self.instance.operation_timeout(), rolled_back).await {
+            let rolled_back = Self::roll_back(&mut connection, &nonce);
+            match within(instance.operation_timeout(), rolled_back).await {
                 Some(Ok(whole)) => {
-                    drop(cut.0.take());
+                    connection.give_back();
                     whole
                 }
                 // Cut off, it is rolled back, unless the handler has ended it by itself: which it is not to.
@@ -258,21 +257,37 @@ impl OpenTransaction<Postgres> for Open {
         .boxed()
     }
 
-    fn cut(mut self: Box<Self>) {
-        drop(Cut(self.connection.take()));
+    fn cut(self: Box<Self>) {
+        drop(self);
     }
 }
 
-impl Drop for Open {
-    fn drop(&mut self) {
-        drop(Cut(self.connection.take()));
+/// A connection that is cut unless it is given back.
+struct Held(Option<PoolConnection<Postgres>>);
+
+const HELD: &str = "it is taken out only when it is given back or dropped";
+
+impl Held {
+    fn give_back(mut self) {
+        drop(self.0.take());
     }
 }
 
-/// A connection that is cut unless it is taken out in time.
-struct Cut(Option<PoolConnection<Postgres>>);
+impl Deref for Held {
+    type Target = PgConnection;
 
-impl Drop for Cut {
+    fn deref(&self) -> &PgConnection {
+        self.0.as_deref().expect(HELD)
+    }
+}
+
+impl DerefMut for Held {
+    fn deref_mut(&mut self) -> &mut PgConnection {
+        self.0.as_deref_mut().expect(HELD)
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         if let Some(connection) = self.0.take() {
             discard(connection);

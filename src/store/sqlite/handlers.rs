@@ -17,7 +17,6 @@ use super::{
     failure::{is_lock, moved, primary_code, told},
     schema::{Database, Opened},
     slots::Slots,
-    statements::{LOAD, bind_id},
     turns::{PATIENCE, Turn},
 };
 use crate::{
@@ -118,19 +117,21 @@ impl Guard {
         drop(handle);
         Ok(Self(told))
     }
+}
 
+impl Told {
     fn interrupt(&self, interrupted: bool) {
-        self.0.interrupted.store(interrupted, Ordering::Release);
+        self.interrupted.store(interrupted, Ordering::Release);
     }
 
     fn allow_commit(&self, commits: bool) {
-        self.0.commits.store(commits, Ordering::Release);
+        self.commits.store(commits, Ordering::Release);
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.interrupt(true);
+        self.0.interrupt(true);
     }
 }
 
@@ -147,45 +148,49 @@ impl Kept {
 
     async fn begin(&mut self, busy_timeout: Duration) -> Result<(), sqlx::Error> {
         let deadline = Instant::now() + busy_timeout;
-        loop {
-            let begin = Manager::begin(&mut self.opened.connection, Some(BEGIN.into_sql_str()));
-            match begin.await {
-                Err(error) if is_lock(&error) && Instant::now() < deadline => {
-                    tokio::task::yield_now().await;
-                }
-                begun => return begun,
-            }
+        let connection = &mut self.opened.connection;
+        while let Err(error) = Manager::begin(connection, Some(BEGIN.into_sql_str())).await {
+            let_pass(error, deadline).await?;
         }
+        Ok(())
+    }
+
+    async fn commit(&mut self, busy_timeout: Duration) -> Result<(), sqlx::Error> {
+        self.guard.0.allow_commit(true);
+        let committed = self.try_to_commit(Instant::now() + busy_timeout).await;
+        self.guard.0.allow_commit(false);
+        committed
     }
 
     /// Readers may be in the way, where the journal is a rollback journal.
-    async fn commit(&mut self, busy_timeout: Duration) -> Result<(), sqlx::Error> {
-        let deadline = Instant::now() + busy_timeout;
-        self.guard.allow_commit(true);
-        let committed = loop {
-            match Manager::commit(&mut self.opened.connection).await {
-                Err(error) if is_lock(&error) && Instant::now() < deadline => {
-                    tokio::task::yield_now().await;
-                }
-                committed => break committed,
-            }
-        };
-        self.guard.allow_commit(false);
-        committed
+    async fn try_to_commit(&mut self, deadline: Instant) -> Result<(), sqlx::Error> {
+        while let Err(error) = Manager::commit(&mut self.opened.connection).await {
+            let_pass(error, deadline).await?;
+        }
+        Ok(())
     }
 
     /// Answers whether the connection is as it was before the transaction.
     async fn roll_back(&mut self) -> Result<bool, sqlx::Error> {
         let connection = &mut self.opened.connection;
-        self.guard.interrupt(true);
+        self.guard.0.interrupt(true);
         connection.ping().await?;
-        self.guard.interrupt(false);
+        self.guard.0.interrupt(false);
         let depth = Manager::get_transaction_depth(connection);
         for _ in 0..depth {
             Manager::rollback(connection).await?;
         }
         Ok(depth > 0)
     }
+}
+
+/// Lets the lock of another process pass by, until the deadline.
+async fn let_pass(error: sqlx::Error, deadline: Instant) -> Result<(), sqlx::Error> {
+    if !is_lock(&error) || Instant::now() >= deadline {
+        return Err(error);
+    }
+    tokio::task::yield_now().await;
+    Ok(())
 }
 
 /// Dropped, it is rolled back with its connection, and the turn is over.
@@ -230,13 +235,7 @@ impl Open {
         let connection = &mut self.kept.opened.connection;
         let ticket = &recording.ticket;
         let (mut slots, ids) = Slots::of(std::iter::once(&ticket.id));
-        for (text, part) in LOAD.over(&ids) {
-            let query = part
-                .iter()
-                .fold(sqlx::query(text), |query, id| bind_id(query, id));
-            let rows = query.fetch_all(&mut *connection).await?;
-            slots.take_in(&rows, &mut Leases::default())?;
-        }
+        slots.load(connection, &ids, &mut Leases::default()).await?;
         let now = self.instance.clock.now();
         let changed = slots.slot(&ticket.id).change(|record, _| {
             let (done, lifetimes) = (recording.done.clone(), recording.lifetimes);
@@ -315,8 +314,6 @@ impl OpenTransaction<Sqlite> for Open {
 
     fn interrupt(&self) -> Option<Interrupt> {
         let told = self.kept.guard.0.clone();
-        Some(Box::new(move || {
-            told.interrupted.store(true, Ordering::Release);
-        }))
+        Some(Box::new(move || told.interrupt(true)))
     }
 }

@@ -8,7 +8,6 @@ use super::{
     Instance,
     schema::{LOCK_POLL, Opened},
     slots::Slots,
-    statements::{LOAD, bind_id},
     transaction::{ids, load},
 };
 use crate::{
@@ -141,13 +140,7 @@ async fn read(
     leases: &mut Leases,
 ) -> Result<Slots, Failure> {
     let (mut slots, names) = Slots::of(asked.iter().flat_map(|operation| ids(operation)));
-    for (text, part) in LOAD.over(&names) {
-        let query = part
-            .iter()
-            .fold(sqlx::query(text), |query, id| bind_id(query, id));
-        let rows = query.fetch_all(&mut *connection).await?;
-        slots.take_in(&rows, leases)?;
-    }
+    slots.load(connection, &names, leases).await?;
     Ok(slots)
 }
 

@@ -10,7 +10,7 @@ use std::{
 use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
 
 use super::statements::{
-    CLEAR_CHECKPOINTS, COMMIT, DELETE, INSERT, REPLACE, SETTLE, Statement, Written, bind_id,
+    CLEAR_CHECKPOINTS, COMMIT, DELETE, INSERT, LOAD, REPLACE, SETTLE, Statement, Written, bind_id,
     bind_outcome, bind_record, decode, decode_id,
 };
 use crate::{
@@ -99,6 +99,23 @@ impl Slots {
             }
         }
         (Self(slots), distinct)
+    }
+
+    /// Reads these records, and the leases of their owners.
+    pub(super) async fn load(
+        &mut self,
+        connection: &mut SqliteConnection,
+        ids: &[&RecordId],
+        leases: &mut Leases,
+    ) -> Result<(), sqlx::Error> {
+        for (text, part) in LOAD.over(ids) {
+            let query = part
+                .iter()
+                .fold(sqlx::query(text), |query, id| bind_id(query, id));
+            let rows = query.fetch_all(&mut *connection).await?;
+            self.take_in(&rows, leases)?;
+        }
+        Ok(())
     }
 
     /// Takes in records and the leases of their owners.

@@ -10,7 +10,7 @@ use super::{
     Instance,
     slots::{Changes, Commit, Slot, Slots},
     statements::{
-        BEGIN, BEGIN_AND_LOAD, COUNT_OTHER_CHECKPOINTS, FIND_RUNNING, LOAD, LOAD_CHECKPOINTS,
+        BEGIN, BEGIN_AND_LOAD, COUNT_OTHER_CHECKPOINTS, FIND_RUNNING, LOAD_CHECKPOINTS,
         PURGE_OWNERS, PURGE_RECORDS, PURGE_RESPONSES, SAVE_CHECKPOINT, bind_id,
     },
 };
@@ -182,13 +182,7 @@ impl Transaction<'_> {
             rest = &rest[part.len()..];
         }
         self.begin().await?;
-        for (text, part) in LOAD.over(rest) {
-            let query = part
-                .iter()
-                .fold(sqlx::query(text), |query, id| bind_id(query, id));
-            let records = query.fetch_all(&mut *self.connection).await?;
-            slots.take_in(&records, &mut self.leases)?;
-        }
+        slots.load(self.connection, rest, &mut self.leases).await?;
         Ok(slots)
     }
 
