@@ -26,7 +26,7 @@ use crate::{
     observe::{self, Operation},
     options::Options,
     retained,
-    store::{Completion, Settled, Store, StoreErrorKind, Ticket},
+    store::{Completion, Inspect, Settled, Store, StoreErrorKind, Ticket},
     transacted,
 };
 
@@ -203,7 +203,7 @@ where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
     RB: http_body::Body<Data = Bytes> + Send + 'static,
     RB::Error: Into<axum::BoxError>,
-    S: Store,
+    S: Inspect,
 {
     let Claimed {
         ticket,
@@ -272,7 +272,7 @@ where
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
             settle(hold, outcome).await;
-            Ok(answered(&ticket, parts, body))
+            Ok(answered(&engine.options, &ticket, parts, body))
         }
         Watched::Done(Err(error)) => {
             observe::abandoned("the inner service failed");
@@ -296,15 +296,18 @@ where
 }
 
 /// The answer of a run, marked with what the layer did.
-pub(crate) fn answered(ticket: &Ticket, parts: Parts, body: Body) -> Response<Body> {
+pub(crate) fn answered(
+    options: &Options,
+    ticket: &Ticket,
+    parts: Parts,
+    body: Body,
+) -> Response<Body> {
     let status = match ticket.attempt {
         1 => IdempotencyStatus::Executed,
         _ => IdempotencyStatus::TookOver,
     };
     observe::decided(status, None);
-    let mut response = Response::from_parts(parts, body);
-    response.extensions_mut().insert(status);
-    response
+    options.marked(Response::from_parts(parts, body), status)
 }
 
 /// Calls the inner service and decides what becomes of the record, holding the response's body in
@@ -472,6 +475,12 @@ pub(crate) async fn try_to_record<S: Store>(
         Ok(settled) => {
             if settled == Settled::Lost && matches!(outcome, Outcome::Completed(_)) {
                 observe::ownership_lost(outcome.operation(), ticket);
+            }
+            if settled == Settled::Done
+                && matches!(outcome, Outcome::Released)
+                && let Some(limit) = &options.scope_limit
+            {
+                limit.freed(&ticket.id.scope);
             }
             return Tried::Settled(settled);
         }

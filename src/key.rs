@@ -58,6 +58,7 @@ type Check = Arc<dyn Fn(&[u8]) -> bool + Send + Sync>;
 #[derive(Clone)]
 pub struct KeyFormat {
     max_len: usize,
+    quoted: bool,
     bare: bool,
     check: Option<(&'static str, Check)>,
 }
@@ -67,6 +68,7 @@ impl KeyFormat {
     pub fn any() -> Self {
         Self {
             max_len: MAX_KEY_LEN,
+            quoted: true,
             bare: true,
             check: None,
         }
@@ -76,6 +78,14 @@ impl KeyFormat {
     pub fn structured() -> Self {
         Self {
             bare: false,
+            ..Self::any()
+        }
+    }
+
+    /// Only bare values.
+    pub fn bare() -> Self {
+        Self {
+            quoted: false,
             ..Self::any()
         }
     }
@@ -121,7 +131,7 @@ impl KeyFormat {
     /// [`InvalidKey`] says which rule the value breaks.
     pub fn parse(&self, value: &[u8]) -> Result<IdempotencyKey, InvalidKey> {
         let value = value.trim_ascii();
-        if value.first() == Some(&b'"') {
+        if self.quoted && value.first() == Some(&b'"') {
             let item = sfv::Parser::new(value)
                 .parse::<sfv::Item>()
                 .map_err(|_| InvalidKey::NotAString)?;
@@ -175,6 +185,7 @@ impl fmt::Debug for KeyFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KeyFormat")
             .field("max_len", &self.max_len)
+            .field("quoted", &self.quoted)
             .field("bare", &self.bare)
             .field("check", &self.check.as_ref().map(|(expected, _)| expected))
             .finish()

@@ -2,19 +2,21 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use http::{HeaderName, Method, StatusCode, Uri, request::Parts};
+use axum::body::Body;
+use http::{HeaderName, Method, Response, StatusCode, Uri, request::Parts};
 use tower_layer::Layer;
 
 use crate::{
-    FingerprintScheme, InFlight, KeyFormat, Recovery, RenderRejection, Retention, Scope,
-    StoreFailure,
+    FingerprintScheme, InFlight, KeyFormat, Profile, Recovery, Rejection, RenderRejection,
+    Retention, Scope, StoreFailure,
     bounded::within,
     engine::Engine,
+    limits::ScopeLimit,
     live::Live,
     options::Options,
     retained::SkippedHeaders,
     service::IdempotencyService,
-    store::{Checkpoints, Store},
+    store::{Checkpoints, Inspect},
 };
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 use crate::{TxOptions, store::TransactionalStore};
@@ -74,7 +76,7 @@ pub struct Drained {
     pub left: usize,
 }
 
-impl<S: Store + Checkpoints> IdempotencyLayer<S> {
+impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// A layer over this store, with the default options.
     ///
     /// Give every layer of a service a clone of one store. Set [`scope`](Self::scope), or say
@@ -100,7 +102,7 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
     /// then abandons its claims, so that the next process need not wait for their lease.
     ///
     /// For all clones of this layer. Call it beside the server's own graceful shutdown, then
-    /// [`Store::close`] once no layer uses the store any more. Dropping the future stops the
+    /// [`Store::close`](crate::store::Store::close) once no layer uses the store any more. Dropping the future stops the
     /// waiting, not the draining.
     ///
     /// ```
@@ -130,6 +132,40 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
             aborted,
             left: ended.map_or_else(|| self.live.running(), |()| 0),
         }
+    }
+
+    /// What the layer answers to this refusal of the request with this head: rendered like its own, said in
+    /// an event and in the response's extensions. Nothing is recorded.
+    ///
+    /// For layers around this one and for sandboxes, which want to show a refusal without its cause.
+    ///
+    /// ```
+    /// use axum::http::{Request, StatusCode};
+    /// use tower_idempotency::{IdempotencyLayer, MemoryStore, Rejection};
+    ///
+    /// let layer = IdempotencyLayer::new(MemoryStore::new());
+    /// let (head, ()) = Request::post("/payments").body(()).unwrap().into_parts();
+    /// let original_request_id = Some("req_1".into());
+    /// let response = layer.refusal(&head, &Rejection::KeyReused { original_request_id });
+    /// assert_eq!(response.status(), StatusCode::CONFLICT);
+    /// ```
+    pub fn refusal(&self, head: &Parts, rejection: &Rejection) -> Response<Body> {
+        self.options.refuse(Some(head), rejection)
+    }
+
+    /// Sets a whole set of options at once, to behave like a system that is known; see [`Profile`] for what
+    /// it sets. Default: none. An option that is set afterwards wins.
+    ///
+    /// ```
+    /// # use axum::http;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Profile};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .profile(Profile::Gateway)
+    ///     .required_methods([http::Method::POST, http::Method::PATCH]);
+    /// ```
+    pub fn profile(mut self, profile: Profile) -> Self {
+        profile.set(self.options());
+        self
     }
 
     /// The name of the key's header. Default `Idempotency-Key`.
@@ -364,6 +400,49 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
+    /// How many records one scope may have at once, running and completed ones together, until they
+    /// expire. Beyond it a new key gets 429 `idempotency_limit_reached`, with `Retry-After: 60`; a key that
+    /// has its record is served as ever. Other scopes are not affected. Default: no limit.
+    ///
+    /// Without [`scope`](Self::scope) everybody shares one scope, and this is a limit for all together.
+    /// It counts what the store has under a scope, whichever layer wrote it, and it is kept for this layer
+    /// and its clones.
+    ///
+    /// **It is soft.** The store is asked beside the requests: when a scope is first seen, and then at most
+    /// every 10 s while it is in use ([`count_in`](Inspect::count_in)). In between, the layer adds what it
+    /// claims itself. So a scope may get past its limit by the claims that are under way while the store is
+    /// asked, and by what other instances claim in 10 s. A scope that has room again, because records have
+    /// expired, were released or forgotten, gets in within 10 s. Nothing is known of a scope before the
+    /// first answer, nor while the store fails to give one: then it is not limited. Of at most 10 000
+    /// scopes, the ones used last, anything is remembered.
+    ///
+    /// An answer is counted record by record, up to the limit: a few microseconds for each in a database,
+    /// nothing in memory. So a limit of a million is a question of seconds.
+    ///
+    /// Below the limit a request costs no further question to the store. At the limit it costs one, before
+    /// its body is read: whether the key has a record. Where the store cannot tell, the answer is 503, also
+    /// under [`StoreFailure::RunUnprotected`].
+    ///
+    /// The limit for all scopes together is the store's own (`max_records`).
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Scope};
+    /// # #[derive(Clone)]
+    /// # struct Merchant { id: String }
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .scope(|head| head.extensions.get::<Merchant>().map(|m| Scope::new(&m.id)))
+    ///     .scope_limit(100_000);
+    /// ```
+    pub fn scope_limit(mut self, records: u64) -> Self {
+        assert!(records > 0, "scope_limit must be at least 1");
+        self.options().scope_limit = Some(Arc::new(ScopeLimit::new(records)));
+        self
+    }
+
     /// The fingerprint scheme. Default [`ExactRequest`](crate::ExactRequest).
     ///
     /// # Panics
@@ -561,6 +640,52 @@ impl<S: Store + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
+    /// Replays say where they come from, each field where it is known. Default: they do not.
+    ///
+    /// | field | value |
+    /// | --- | --- |
+    /// | `Idempotency-Original-Date` | when the first answer was recorded, as an HTTP date |
+    /// | `Idempotency-Original-Request-Id` | the id of the request that ran first |
+    /// | `Idempotency-Key-Expires` | until when the key is remembered, as an HTTP date |
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).replay_provenance();
+    /// ```
+    pub fn replay_provenance(mut self) -> Self {
+        self.options().replay_provenance = true;
+        self
+    }
+
+    /// Replays go out with `Cache-Control: no-store` in place of what the first answer said to caches
+    /// (`CDN-Cache-Control` and its like, RFC 9213, are left out). Default: they carry what the first
+    /// answer said, verbatim.
+    ///
+    /// Answers to POST are cached only where they allow it themselves (RFC 9111 §3), so this is for services
+    /// whose handlers do, or that trust no proxy.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).no_store_replays();
+    /// ```
+    pub fn no_store_replays(mut self) -> Self {
+        self.options().no_store_replays = true;
+        self
+    }
+
+    /// Every answer to a keyed or refused request tells in `Idempotency-Status` what was done, as
+    /// [`IdempotencyStatus::as_str`](crate::IdempotencyStatus::as_str) has it. Default: only that a run was
+    /// not protected is told.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).status_header();
+    /// ```
+    pub fn status_header(mut self) -> Self {
+        self.options().status_header = true;
+        self
+    }
+
     /// The status of `idempotency_key_reused`. Default 409.
     ///
     /// # Panics
@@ -690,7 +815,7 @@ fn check_scheme(option: &str, scheme: &impl FingerprintScheme) {
     );
 }
 
-impl<I, S: Store + Checkpoints> Layer<I> for IdempotencyLayer<S> {
+impl<I, S: Inspect + Checkpoints> Layer<I> for IdempotencyLayer<S> {
     type Service = IdempotencyService<I, S>;
 
     fn layer(&self, inner: I) -> Self::Service {

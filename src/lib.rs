@@ -44,7 +44,8 @@
 //! 1. Its method decides whether a key applies. GET, HEAD, OPTIONS, TRACE and CONNECT pass through
 //!    untouched; so does a request that needs no key and has none.
 //! 2. The key is read. What is malformed is refused, before anything else is looked at.
-//! 3. The [`Scope`] says whose key it is; scope and key together name the record.
+//! 3. The [`Scope`] says whose key it is; scope and key together name the record. Where a
+//!    [limit](IdempotencyLayer::scope_limit) is set, a scope that has its fill gets no new record.
 //! 4. The body is read, up to a limit, and a [`FingerprintScheme`] makes a digest of what is asked.
 //! 5. One atomic operation of the [`store`] claims the record, or answers what is there: an answer
 //!    to replay, a run in flight, a run that was cut off. A different fingerprint is refused
@@ -53,7 +54,8 @@
 //!    whether the answer is kept, the key freed, or only remembered as done.
 //! 7. That is recorded, and then the answer goes out.
 //!
-//! Every refusal is a [`Rejection`] with a stable code, rendered as a problem (RFC 9457). What was
+//! Every refusal is a [`Rejection`] with a stable code, rendered as a problem (RFC 9457), or as [`Profile`] or
+//! [`RenderRejection`] say. What was
 //! done with a request stands in its response's extensions, as an [`IdempotencyStatus`].
 //!
 //! # Guarantees
@@ -122,6 +124,9 @@
 //!
 //! - `sqlite` (default): `SqliteStore`, records in an SQLite file.
 //! - `postgres`: `PostgresStore`, records in Postgres, for services on many machines.
+//! - `multipart`: `MultipartParts`, a fingerprint of forms that does not mind a fresh boundary.
+//! - `sealing`: `SealedStore`, which encrypts what a store keeps.
+//! - `sealing`: `SealedStore`, a wrapper around any store that encrypts responses at rest.
 //! - `testing`: `assert_idempotent`, a clock that stands still, a store that fails as told, and the
 //!   conformance suite for those who write a store.
 //!
@@ -143,19 +148,28 @@ mod extract;
 mod fingerprint;
 mod key;
 mod layer;
+mod limits;
 mod live;
 mod maintenance;
 mod observe;
 mod options;
+mod profile;
+#[doc = include_str!("profiles.md")]
+pub mod profiles {}
 mod record;
 mod recovery;
 mod rejection;
+mod rendering;
+mod replayed;
 mod response_future;
 mod retained;
 mod retention;
 mod scope;
 mod service;
 mod status;
+#[cfg(feature = "sealing")]
+#[doc = include_str!("sealing.md")]
+pub mod sealing {}
 pub mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -172,12 +186,19 @@ pub mod transactions {}
 mod waiting;
 
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
-pub use fingerprint::{ExactRequest, FingerprintScheme, KeyOnly, UndecodableBody};
+#[cfg(feature = "multipart")]
+pub use fingerprint::MultipartParts;
+pub use fingerprint::{
+    CanonicalJson, ExactRequest, FingerprintFn, FingerprintScheme, KeyOnly, UndecodableBody,
+    fingerprint_fn,
+};
 pub use key::{IdempotencyKey, InvalidKey, KeyFormat, MAX_KEY_LEN};
 pub use layer::{Drained, IdempotencyLayer};
+pub use profile::Profile;
 pub use record::{Fingerprint, Mode, Owner, Record, RecordId, Scheme, State, Timestamp, Token};
 pub use recovery::{InFlight, Recovery, StoreFailure};
-pub use rejection::{ProblemJson, Rejection, RejectionContext, RenderRejection};
+pub use rejection::Rejection;
+pub use rendering::{ErrorEnvelope, ProblemJson, RejectionContext, RenderRejection};
 pub use response_future::ResponseFuture;
 pub use retained::{DecodeError, RetainedResponse};
 pub use retention::{Retain, Retention, Streamed};
@@ -189,5 +210,7 @@ pub use store::SqliteStore;
 pub use store::{AnyStore, MemoryStore};
 #[cfg(feature = "postgres")]
 pub use store::{PostgresStore, PostgresStoreOptions};
+#[cfg(feature = "sealing")]
+pub use store::{SealedStore, SealingKey, SealingKeys};
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use transaction::{Isolation, NoTx, Tx, TxConnection, TxDatabase, TxError, TxOptions};

@@ -16,6 +16,7 @@ pub(crate) enum Operation {
     Renew,
     Purge,
     Get,
+    CountIn,
 }
 
 impl Operation {
@@ -28,6 +29,7 @@ impl Operation {
             Self::Renew => "renew",
             Self::Purge => "purge",
             Self::Get => "get",
+            Self::CountIn => "count_in",
         }
     }
 }

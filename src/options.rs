@@ -1,14 +1,21 @@
 //! What a layer can be told, with every default in one place.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, iter, sync::Arc, time::Duration};
 
 use axum::body::Body;
-use http::{HeaderName, Method, Response, StatusCode, request::Parts};
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method, Response, StatusCode, request::Parts};
 
 use crate::{
-    ExactRequest, FingerprintScheme, InFlight, KeyFormat, Mode, ProblemJson, Recovery, Rejection,
-    RejectionContext, RenderRejection, Retention, Scope, StoreFailure, fingerprint::original_uri,
-    observe, retained::SkippedHeaders, status::REPLAY_HEADER, store::Lifetimes,
+    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyStatus, InFlight, KeyFormat, Mode,
+    ProblemJson, Recovery, Rejection, RejectionContext, RenderRejection, Retention, Scope,
+    StoreFailure,
+    fingerprint::original_uri,
+    limits::ScopeLimit,
+    observe,
+    retained::SkippedHeaders,
+    status::{REPLAY_HEADER, STATUS_HEADER},
+    store::Lifetimes,
     transacted::Transactor,
 };
 
@@ -25,6 +32,7 @@ pub(crate) struct Options {
     pub(crate) key_format: KeyFormat,
     pub(crate) scope: Option<ScopeOf>,
     pub(crate) single_tenant: bool,
+    pub(crate) scope_limit: Option<Arc<ScopeLimit>>,
     pub(crate) fingerprint: Arc<dyn FingerprintScheme>,
     pub(crate) also_accept: Vec<Arc<dyn FingerprintScheme>>,
     pub(crate) retention: Retention,
@@ -44,6 +52,9 @@ pub(crate) struct Options {
     pub(crate) buffer_timeout: Duration,
     pub(crate) skip_headers: SkippedHeaders,
     pub(crate) replay_header: HeaderName,
+    pub(crate) replay_provenance: bool,
+    pub(crate) no_store_replays: bool,
+    pub(crate) status_header: bool,
     pub(crate) reuse_status: StatusCode,
     pub(crate) rejections: Arc<dyn RenderRejection>,
     pub(crate) documentation_url: Option<Arc<str>>,
@@ -61,6 +72,7 @@ impl Default for Options {
             key_format: KeyFormat::any(),
             scope: None,
             single_tenant: false,
+            scope_limit: None,
             fingerprint: Arc::new(ExactRequest),
             also_accept: Vec::new(),
             retention: Retention::standard(),
@@ -80,6 +92,9 @@ impl Default for Options {
             buffer_timeout: Duration::from_secs(1),
             skip_headers: SkippedHeaders::default(),
             replay_header: REPLAY_HEADER,
+            replay_provenance: false,
+            no_store_replays: false,
+            status_header: false,
             reuse_status: StatusCode::CONFLICT,
             rejections: Arc::new(ProblemJson),
             documentation_url: None,
@@ -156,11 +171,40 @@ impl Options {
             request_id: head.and_then(|head| self.request_id(head)),
             documentation_url: self.documentation_url.as_deref(),
         };
-        let mut response = self.rejections.render(rejection, &context);
+        let response = self.rejections.render(rejection, &context);
         let said = rejection.idempotency_status();
         observe::decided(said, Some(rejection.code()));
-        response.extensions_mut().insert(said);
+        self.marked(response, said)
+    }
+
+    /// Says on the answer what was done: to the layers around this one, and to the client where it is to be
+    /// told. That a run was not protected is always told.
+    pub(crate) fn marked(
+        &self,
+        mut response: Response<Body>,
+        status: IdempotencyStatus,
+    ) -> Response<Body> {
+        response.extensions_mut().insert(status);
+        if self.status_header || status == IdempotencyStatus::Unprotected {
+            response
+                .headers_mut()
+                .insert(STATUS_HEADER, HeaderValue::from_static(status.as_str()));
+        }
         response
+    }
+
+    /// Whether a request asks for what was recorded, under the scheme with this name.
+    pub(crate) fn asks_for(
+        &self,
+        scheme: &str,
+        recorded: &Fingerprint,
+        head: &Parts,
+        body: &Bytes,
+    ) -> bool {
+        iter::once(&self.fingerprint)
+            .chain(&self.also_accept)
+            .filter(|known| known.name() == scheme)
+            .any(|known| known.fingerprint(head, body) == Ok(*recorded))
     }
 }
 
@@ -172,6 +216,7 @@ impl fmt::Debug for Options {
             .field("required_methods", &self.required_methods)
             .field("key_format", &self.key_format)
             .field("scoped", &self.scope.is_some())
+            .field("scope_limit", &self.scope_limit)
             .field("fingerprint", &self.fingerprint.name())
             .field("retention", &self.retention)
             .field("ttl", &self.ttl)

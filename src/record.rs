@@ -11,6 +11,7 @@ use std::{
 use bytes::Bytes;
 use http::StatusCode;
 use rand::Rng;
+use sha2::{Digest, Sha256};
 
 use crate::{IdempotencyKey, Scope};
 
@@ -24,12 +25,28 @@ pub struct RecordId {
     pub scope: Scope,
     /// What the client sent.
     pub key: IdempotencyKey,
+    /// Scope and key are hashes that a `SealedStore` read from the store below it. Nobody else can say so,
+    /// and no client can send it.
+    hashed: bool,
 }
 
 impl RecordId {
     /// Names the record of this scope and key.
     pub fn new(scope: Scope, key: IdempotencyKey) -> Self {
-        Self { scope, key }
+        let hashed = false;
+        Self { scope, key, hashed }
+    }
+
+    /// The same bytes, marked as the hashes they are.
+    #[cfg(feature = "sealing")]
+    pub(crate) fn into_hashed(mut self) -> Self {
+        self.hashed = true;
+        self
+    }
+
+    #[cfg(feature = "sealing")]
+    pub(crate) fn is_hashed(&self) -> bool {
+        self.hashed
     }
 }
 
@@ -125,6 +142,29 @@ impl Fingerprint {
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
+
+    /// SHA-256 over these parts, each preceded by its length (eight bytes, big-endian), so that no two
+    /// lists of parts run together. For schemes of your own: see [`fingerprint_fn`](crate::fingerprint_fn).
+    ///
+    /// The digest is the same in every version of this crate. What is absent must be told from what is
+    /// empty by another number of parts, or by a part that says so.
+    ///
+    /// ```
+    /// use tower_idempotency::Fingerprint;
+    ///
+    /// assert_eq!(Fingerprint::of(["POST", "/charges"]), Fingerprint::of([b"POST".as_slice(), b"/charges"]));
+    /// assert_ne!(Fingerprint::of(["ab", "c"]), Fingerprint::of(["a", "bc"]));
+    /// assert_ne!(Fingerprint::of(["ab"]), Fingerprint::of(["ab", ""]));
+    /// ```
+    pub fn of<P: AsRef<[u8]>>(parts: impl IntoIterator<Item = P>) -> Self {
+        let mut digest = Sha256::new();
+        for part in parts {
+            let part = part.as_ref();
+            digest.update((part.len() as u64).to_be_bytes());
+            digest.update(part);
+        }
+        Self(digest.finalize().into())
+    }
 }
 
 impl fmt::Debug for Fingerprint {
@@ -143,7 +183,6 @@ pub enum Mode {
     /// The record is written after the effect; a crash in between leaves the outcome unknown.
     Plain,
     /// Effect and completed record commit in one transaction, so an abandoned run had no effect.
-    /// Reserved: the layer makes no such claim yet.
     Transactional,
 }
 

@@ -1,17 +1,10 @@
-//! Every refusal, and how it is told to the client.
+//! Every refusal, and what is to be said about it.
 
 use std::{borrow::Cow, sync::Arc};
 
-use axum::body::Body;
-use http::{HeaderValue, Response, StatusCode, header};
-use serde_json::json;
+use http::StatusCode;
 
-use crate::{IdempotencyStatus, InvalidKey, UndecodableBody};
-
-/// Where the codes are explained unless [`documentation_url`](crate::IdempotencyLayer::documentation_url)
-/// says otherwise.
-const DOCUMENTATION: &str =
-    "https://docs.rs/tower-idempotency/latest/tower_idempotency/enum.Rejection.html";
+use crate::{IdempotencyStatus, InvalidKey, RejectionContext, UndecodableBody};
 
 /// Why a request was refused. The handler did not run (again).
 ///
@@ -57,8 +50,9 @@ const DOCUMENTATION: &str =
 /// Status 503 with `Retry-After`. Too many runs at once, or the service is shutting down.
 ///
 /// ## idempotency_limit_reached
-/// Status 429 with `Retry-After`. Too many keys are live for this caller. Reserved: nothing answers
-/// it yet.
+/// Status 429 with `Retry-After`. Too many keys are live for this caller, and this one is not among them:
+/// send the same again, same key, once older ones have expired. Keys that were used before are served as
+/// ever.
 ///
 /// ## idempotency_body_too_large
 /// Status 413. The body is larger than the service reads for a keyed request.
@@ -107,7 +101,8 @@ pub enum Rejection {
     TransactionMisused(&'static str),
     /// Too many runs at once, or shutting down.
     Overloaded,
-    /// Too many records for one tenant. Reserved: the layer does not answer it yet.
+    /// A new key for a scope with as many records as it may have; see
+    /// [`scope_limit`](crate::IdempotencyLayer::scope_limit).
     LimitReached,
     /// More body than is read.
     BodyTooLarge {
@@ -281,131 +276,5 @@ impl Rejection {
             Self::BodyInvalid(why) => format!("The request's body cannot be read: {why}."),
         }
         .into()
-    }
-}
-
-/// What a [`Rejection`] is rendered with.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct RejectionContext<'a> {
-    /// The status to answer with.
-    pub status: StatusCode,
-    /// The name of the key's header.
-    pub header_name: &'a str,
-    /// The refused request's method.
-    pub method: &'a str,
-    /// The refused request's path, as the client sent it.
-    pub path: &'a str,
-    /// The refused request's id.
-    pub request_id: Option<&'a str>,
-    /// The documentation of the service's idempotency, when it is set.
-    pub documentation_url: Option<&'a str>,
-}
-
-impl<'a> RejectionContext<'a> {
-    /// A context for testing a renderer: the key in `idempotency-key`, no request id, no
-    /// documentation.
-    pub fn new(status: StatusCode, method: &'a str, path: &'a str) -> Self {
-        Self {
-            status,
-            header_name: "idempotency-key",
-            method,
-            path,
-            request_id: None,
-            documentation_url: None,
-        }
-    }
-}
-
-/// Renders refusals in the service's own shape.
-///
-/// All of the response is the renderer's: it sets [`RejectionContext::status`], and `Retry-After`
-/// where [`Rejection::retry_after_seconds`] gives a number. The layer only adds the
-/// [`IdempotencyStatus`] extension.
-pub trait RenderRejection: Send + Sync + 'static {
-    /// The response for this refusal.
-    fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body>;
-}
-
-impl<F> RenderRejection for F
-where
-    F: Fn(&Rejection, &RejectionContext<'_>) -> Response<Body> + Send + Sync + 'static,
-{
-    fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body> {
-        self(rejection, context)
-    }
-}
-
-/// `application/problem+json` (RFC 9457), the default rendering.
-///
-/// Members: `type` (documentation URL and `#code`), `title`, `status`, `detail`, `code`,
-/// `retryable`, `retry_after_seconds` (null when not retryable), `new_key_safe`, and
-/// `original_request_id` and `original_status` where known. `Retry-After` stands exactly where
-/// `retryable` is true. With a documentation URL there is also `Link: <…>; rel="describedby"`.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct ProblemJson;
-
-impl RenderRejection for ProblemJson {
-    fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body> {
-        let retry_after = rejection.retry_after_seconds();
-        let documentation = context.documentation_url.unwrap_or(DOCUMENTATION);
-        let mut problem = json!({
-            "type": format!("{documentation}#{}", rejection.code()),
-            "title": title(rejection),
-            "status": context.status.as_u16(),
-            "detail": rejection.detail(context),
-            "code": rejection.code(),
-            "retryable": retry_after.is_some(),
-            "retry_after_seconds": retry_after,
-            "new_key_safe": rejection.new_key_safe(),
-        });
-        if let Some(id) = rejection.original_request_id() {
-            problem["original_request_id"] = json!(id);
-        }
-        if let Rejection::ResponseNotRetained {
-            status: Some(status),
-            ..
-        } = rejection
-        {
-            problem["original_status"] = json!(status.as_u16());
-        }
-
-        let mut response = Response::new(Body::from(problem.to_string()));
-        *response.status_mut() = context.status;
-        let headers = response.headers_mut();
-        headers.insert(
-            header::CONTENT_TYPE,
-            HeaderValue::from_static("application/problem+json"),
-        );
-        if let Some(seconds) = retry_after {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        let link = context
-            .documentation_url
-            .and_then(|url| HeaderValue::try_from(format!("<{url}>; rel=\"describedby\"")).ok());
-        if let Some(link) = link {
-            headers.insert(header::LINK, link);
-        }
-        response
-    }
-}
-
-fn title(rejection: &Rejection) -> &'static str {
-    match rejection {
-        Rejection::KeyRequired => "Idempotency key required",
-        Rejection::KeyInvalid(_) => "Idempotency key invalid",
-        Rejection::ScopeUnknown => "Idempotency scope unknown",
-        Rejection::KeyReused { .. } => "Idempotency key reused",
-        Rejection::InFlight { .. } => "Request in flight",
-        Rejection::ResponseNotRetained { .. } => "Response not retained",
-        Rejection::OutcomeUnknown { .. } => "Outcome unknown",
-        Rejection::StoreUnavailable => "Idempotency store unavailable",
-        Rejection::TransactionFailed => "Transaction failed",
-        Rejection::TransactionMisused(_) => "Transaction misused",
-        Rejection::Overloaded => "Too many runs",
-        Rejection::LimitReached => "Too many idempotency keys",
-        Rejection::BodyTooLarge { .. } => "Body too large",
-        Rejection::BodyIncomplete => "Body incomplete",
-        Rejection::BodyInvalid(_) => "Body invalid",
     }
 }

@@ -1,10 +1,12 @@
 //! The response kept for retries, and its versioned binary form.
 
-use std::{fmt, ops::Range};
+use std::{fmt, ops::Range, sync::Arc};
 
 use axum::body::Body;
 use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+
+use crate::store::sealed_form::{self, SEALED, Unopened};
 
 /// The first byte of the stored form; tells later forms apart.
 const VERSION: u8 = 1;
@@ -23,8 +25,14 @@ pub(crate) const MAX_FIELDS: usize = 1 << 14;
 /// Version 1, numbers big-endian: one byte version, two bytes status, two bytes number of fields;
 /// per field two bytes length of the name, the name, four bytes length of the value, the value
 /// (the length's highest bit says that the value is marked sensitive, as `http` has it);
-/// eight bytes length of the body, the body, end. Records outlive deploys: a released form is never
-/// changed, and a new one gets a new version.
+/// eight bytes length of the body, the body, end.
+///
+/// Version 2 is sealed by a `SealedStore` (feature `sealing`): one byte version, one byte length of the
+/// key's id, the id, 24 bytes nonce, and the version 1 form encrypted with XChaCha20-Poly1305, its
+/// 16-byte tag at the end. What is authenticated besides, each part after its length in eight bytes: the
+/// text `tower-idempotency sealed response 2`, the key's id, and scope and key as they are stored.
+///
+/// Records outlive deploys: a released form is never changed, and a new one gets a new version.
 ///
 /// `Debug` shows sizes only.
 #[derive(Clone, PartialEq, Eq)]
@@ -38,13 +46,31 @@ pub struct RetainedResponse {
 }
 
 /// The stored bytes are no retained response this version can read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DecodeError {
     /// Written in a form this version does not know.
     Version(u8),
     /// Cut off, too long, or with a status or field that HTTP does not allow.
     Damaged,
+    /// Sealed, and read without a `SealedStore`.
+    Sealed {
+        /// The id of the key it was sealed with.
+        key_id: Arc<str>,
+    },
+    /// Sealed with a key that the `SealedStore` does not have.
+    NoSuchKey {
+        /// The id of the key it was sealed with.
+        key_id: Arc<str>,
+    },
+    /// Sealed with another key under an id that the `SealedStore` has; or changed in the database, or
+    /// moved there from another record.
+    DoesNotOpen {
+        /// The id of the key it says it was sealed with.
+        key_id: Arc<str>,
+    },
+    /// Not sealed, and the `SealedStore` opens only what is.
+    NotSealed,
 }
 
 impl fmt::Display for DecodeError {
@@ -55,6 +81,24 @@ impl fmt::Display for DecodeError {
                 "the retained response has the unknown form {version}; a newer version wrote it"
             ),
             Self::Damaged => f.write_str("the retained response is damaged"),
+            Self::Sealed { key_id } => write!(
+                f,
+                "it is sealed with the key {key_id:?}: wrap the store in a SealedStore that has this key"
+            ),
+            Self::NoSuchKey { key_id } => write!(
+                f,
+                "it is sealed with the key {key_id:?}, which the SealedStore does not have: add it with \
+                 SealingKeys::also_opens"
+            ),
+            Self::DoesNotOpen { key_id } => write!(
+                f,
+                "it does not open with the key {key_id:?}: give the SealedStore the key that had this id \
+                 when it was sealed; if that is the one, it was changed or moved in the database"
+            ),
+            Self::NotSealed => f.write_str(
+                "it is not sealed, and may have been written by anybody: if sealing was turned on less than \
+                 a ttl ago, set SealingKeys::also_opens_plain until then",
+            ),
         }
     }
 }
@@ -88,7 +132,7 @@ impl RetainedResponse {
         };
         let [version] = input.array()?;
         if version != VERSION {
-            return Err(DecodeError::Version(version));
+            return Err(not_plain(version, &stored));
         }
         let status = StatusCode::from_u16(u16::from_be_bytes(input.array()?));
         let status = status.map_err(|_| DecodeError::Damaged)?;
@@ -130,6 +174,28 @@ impl RetainedResponse {
         *response.status_mut() = self.status;
         *response.headers_mut() = self.headers;
         response
+    }
+}
+
+/// Why a response that is not in the plain form cannot be read.
+fn not_plain(version: u8, stored: &[u8]) -> DecodeError {
+    let key_id = sealed_form::key_id(stored);
+    match (Unopened::of(version), version) {
+        (Some(why), _) => unopened(why, key_id),
+        (None, SEALED) => key_id.map_or(DecodeError::Damaged, |key_id| DecodeError::Sealed {
+            key_id,
+        }),
+        (None, _) => DecodeError::Version(version),
+    }
+}
+
+/// Why a `SealedStore` did not open what was sealed with this key.
+pub(crate) fn unopened(why: Unopened, key_id: Option<Arc<str>>) -> DecodeError {
+    match (why, key_id) {
+        (Unopened::NotSealed, _) => DecodeError::NotSealed,
+        (Unopened::NoSuchKey, Some(key_id)) => DecodeError::NoSuchKey { key_id },
+        (Unopened::DoesNotOpen, Some(key_id)) => DecodeError::DoesNotOpen { key_id },
+        (_, None) => DecodeError::Damaged,
     }
 }
 

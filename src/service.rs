@@ -9,12 +9,12 @@ use std::{
 
 use axum::body::Body;
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Request, Response, header, request::Parts};
+use http::{Request, Response, header, request::Parts};
 use tokio::time::Instant;
 use tower_service::Service;
 
 use crate::{
-    IdempotencyKey, IdempotencyStatus, Rejection,
+    IdempotencyKey, IdempotencyStatus, Rejection, UndecodableBody,
     attempt::Attempt,
     body::{Buffered, read_request},
     bounded::{FOREVER, within},
@@ -24,12 +24,11 @@ use crate::{
     maintenance::Pause,
     observe::{self, Operation},
     options::Options,
-    record::{Fingerprint, Mode, Record, RecordId, Token},
+    record::{Fingerprint, Mode, Record, RecordId, Scheme, Token},
     recovery::{InFlight, StoreFailure},
     response_future::ResponseFuture,
-    retained::RetainedResponse,
     scope::{MAX_SCOPE_LEN, Scope},
-    store::{Checkpoints, Claim, ClaimRequest, Held, Settled, Store, StoreErrorKind},
+    store::{Checkpoints, Claim, ClaimRequest, Held, Inspect, Settled, Store, StoreErrorKind},
     transacted::{self, Offered},
 };
 
@@ -76,7 +75,7 @@ where
     RB::Error: Into<axum::BoxError>,
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<axum::BoxError>,
-    S: Store + Checkpoints,
+    S: Inspect + Checkpoints,
 {
     type Response = Response<Body>;
     type Error = I::Error;
@@ -167,23 +166,33 @@ where
     RB::Error: Into<axum::BoxError>,
     B: http_body::Body<Data = Bytes> + Send,
     B::Error: Into<axum::BoxError>,
-    S: Store + Checkpoints,
+    S: Inspect + Checkpoints,
 {
     let options = &engine.options;
     let scope = match engine.scope(&head) {
         Ok(scope) => scope,
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
+    let id = RecordId::new(scope, key);
+    // Before the body is read: a flood costs no more than it has to.
+    if let Err(rejection) = engine.keep_to_limit(&id).await {
+        return Ok(options.refuse(Some(&head), &rejection));
+    }
     let body = match read_request(body, options.request_body_limit).await {
         Ok(body) => body,
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
-    let fingerprint = match options.fingerprint.fingerprint(&head, &body.data) {
-        Ok(fingerprint) => fingerprint,
-        Err(why) => return Ok(options.refuse(Some(&head), &Rejection::BodyInvalid(why))),
+    let fingerprinted = match options.fingerprint.fingerprint(&head, &body.data) {
+        Ok(fingerprint) => Ok((options.fingerprint.name(), fingerprint)),
+        Err(why) => Box::pin(engine.as_of_old(&id, &head, &body.data, why)).await,
+    };
+    let (scheme, fingerprint) = match fingerprinted {
+        Ok(fingerprinted) => fingerprinted,
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
     };
     let asked = Asked {
-        id: RecordId::new(scope, key),
+        id,
+        scheme,
         fingerprint,
         head: &head,
         body: &body.data,
@@ -192,7 +201,7 @@ where
 
     let claimed = match decision {
         Ok(Decision::Run(claimed)) => claimed,
-        Ok(Decision::Replay(record)) => return Ok(engine.replay(&head, record)),
+        Ok(Decision::Replay(record)) => return Ok(options.replay(&head, record)),
         Ok(Decision::Unprotected) => {
             return Box::pin(run_unprotected(engine, inner, head, body)).await;
         }
@@ -225,22 +234,19 @@ where
     };
     observe::decided(IdempotencyStatus::Unprotected, None);
     response.headers_mut().remove(&engine.options.replay_header);
-    response.headers_mut().insert(
-        HeaderName::from_static("idempotency-status"),
-        HeaderValue::from_static("unprotected"),
-    );
-    response
-        .extensions_mut()
-        .insert(IdempotencyStatus::Unprotected);
-    Ok(response)
+    Ok(engine
+        .options
+        .marked(response, IdempotencyStatus::Unprotected))
 }
 
 /// What a keyed request asks for.
-pub(crate) struct Asked<'a> {
-    pub(crate) id: RecordId,
-    pub(crate) fingerprint: Fingerprint,
-    pub(crate) head: &'a Parts,
-    pub(crate) body: &'a Bytes,
+struct Asked<'a> {
+    id: RecordId,
+    /// The name of the scheme that made `fingerprint`.
+    scheme: Scheme,
+    fingerprint: Fingerprint,
+    head: &'a Parts,
+    body: &'a Bytes,
 }
 
 /// What is to be done with a keyed request that is not refused.
@@ -251,7 +257,7 @@ enum Decision {
 }
 
 /// Claims, and waits where that is wanted.
-async fn decide<I: Clone, S: Store + Checkpoints>(
+async fn decide<I: Clone, S: Inspect + Checkpoints>(
     engine: &Arc<Engine<S>>,
     inner: &mut Inner<I>,
     asked: &Asked<'_>,
@@ -273,7 +279,7 @@ async fn decide<I: Clone, S: Store + Checkpoints>(
 }
 
 /// Waits for the run that is in flight to end, and looks again.
-async fn wait<S: Store + Checkpoints>(
+async fn wait<S: Inspect + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
     attempt: &Attempt,
@@ -324,7 +330,7 @@ enum Claiming {
 /// Claims once, where there is a place within `patience`, and takes over what may be taken over.
 /// Only the write in the store decides; what it found is compared here, in one place, before
 /// anything else is said about it.
-async fn claim<S: Store + Checkpoints>(
+async fn claim<S: Inspect + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
     attempt: &Attempt,
@@ -342,12 +348,17 @@ async fn claim<S: Store + Checkpoints>(
         undo: Undo::Release,
         mode: options.mode(),
     };
+    let limit = options.scope_limit.as_ref();
+    let answers = limit.map_or(0, |limit| limit.answers());
 
     for _ in 0..MAX_TAKEOVERS {
         let held = match send_claim(engine, asked, &bid, attempt).await? {
             None => return Ok(Claiming::Decided(Decision::Unprotected)),
             Some(Claim::Won(ticket)) => {
                 let first = ticket.attempt == 1;
+                if let Some(limit) = limit.filter(|_| first) {
+                    limit.made(&ticket.id.scope, answers);
+                }
                 return Ok(Claiming::Decided(Decision::Run(Claimed {
                     ticket,
                     permit,
@@ -409,7 +420,7 @@ impl Bid {
     fn request(&self, options: &Options, asked: &Asked<'_>) -> ClaimRequest {
         ClaimRequest {
             id: asked.id.clone(),
-            scheme: options.fingerprint.name(),
+            scheme: asked.scheme.clone(),
             fingerprint: asked.fingerprint,
             request_id: options.request_id(asked.head).map(Arc::from),
             mode: self.mode,
@@ -423,7 +434,7 @@ impl Bid {
 }
 
 /// Sends one claim, again where its fate is unknown. `None` means: run unprotected.
-async fn send_claim<S: Store + Checkpoints>(
+async fn send_claim<S: Inspect + Checkpoints>(
     engine: &Arc<Engine<S>>,
     asked: &Asked<'_>,
     bid: &Bid,
@@ -502,7 +513,7 @@ impl<S: Store> Drop for Sent<'_, S> {
     }
 }
 
-impl<S: Store> Engine<S> {
+impl<S: Inspect> Engine<S> {
     /// Whose key it is.
     fn scope(&self, head: &Parts) -> Result<Scope, Rejection> {
         if let Some(scope) = &self.options.scope {
@@ -520,14 +531,42 @@ impl<S: Store> Engine<S> {
     }
 
     /// Whether what is asked for is what the record was made for, under the record's own scheme.
-    pub(crate) fn same(&self, asked: &Asked<'_>, scheme: &str, recorded: &Fingerprint) -> bool {
-        if self.options.fingerprint.name() == scheme {
-            return asked.fingerprint == *recorded;
+    fn same(&self, asked: &Asked<'_>, scheme: &str, recorded: &Fingerprint) -> bool {
+        match asked.scheme == scheme {
+            true => asked.fingerprint == *recorded,
+            false => self
+                .options
+                .asks_for(scheme, recorded, asked.head, asked.body),
         }
-        let older = self.options.also_accept.iter();
-        older
-            .filter(|older| older.name() == scheme)
-            .any(|older| older.fingerprint(asked.head, asked.body) == Ok(*recorded))
+    }
+
+    /// The fingerprint of a body that the scheme cannot read: it may be the retry of one that was taken
+    /// while an older scheme was in use, and such a record is compared under that. Reads only, so that a
+    /// body that is simply broken leaves nothing behind.
+    async fn as_of_old(
+        &self,
+        id: &RecordId,
+        head: &Parts,
+        body: &Bytes,
+        why: UndecodableBody,
+    ) -> Result<(Scheme, Fingerprint), Rejection> {
+        let options = &self.options;
+        if options.also_accept.is_empty() {
+            return Err(Rejection::BodyInvalid(why));
+        }
+        let found = match within(options.store_timeout, self.store.get(id)).await {
+            Some(Ok(found)) => found,
+            failed => {
+                let error = failed.and_then(Result::err);
+                observe::store_failed(Operation::Get, error.as_ref());
+                return Err(Rejection::StoreUnavailable);
+            }
+        };
+        let record = found.ok_or(Rejection::BodyInvalid(why))?;
+        match options.asks_for(&record.scheme, &record.fingerprint, head, body) {
+            true => Ok((record.scheme, record.fingerprint)),
+            false => Err(Rejection::BodyInvalid(why)),
+        }
     }
 
     /// Whether a claim that looks abandoned is one of this process, whose run is going on: then the
@@ -546,36 +585,6 @@ impl<S: Store> Engine<S> {
         Err(Rejection::KeyReused {
             original_request_id: held.request_id.clone(),
         })
-    }
-
-    /// The answer of a completed record.
-    pub(crate) fn replay(&self, head: &Parts, record: Box<Record>) -> Response<Body> {
-        let Some(stored) = record.response else {
-            let rejection = Rejection::ResponseNotRetained {
-                status: record.status,
-                original_request_id: record.request_id,
-            };
-            return self.options.refuse(Some(head), &rejection);
-        };
-        let retained = match RetainedResponse::decode(stored) {
-            Ok(retained) => retained,
-            Err(error) => {
-                observe::damaged_record(&error);
-                return self
-                    .options
-                    .refuse(Some(head), &Rejection::StoreUnavailable);
-            }
-        };
-        observe::decided(IdempotencyStatus::Replayed, None);
-        let mut response = retained.into_response();
-        response.headers_mut().insert(
-            self.options.replay_header.clone(),
-            HeaderValue::from_static("true"),
-        );
-        response
-            .extensions_mut()
-            .insert(IdempotencyStatus::Replayed);
-        response
     }
 }
 

@@ -7,6 +7,12 @@ use http::{HeaderName, Response};
 /// The default name of the header that marks a replay.
 pub(crate) const REPLAY_HEADER: HeaderName = HeaderName::from_static("idempotent-replay");
 
+/// The name Stripe has for it.
+pub(crate) const REPLAYED_HEADER: HeaderName = HeaderName::from_static("idempotent-replayed");
+
+/// Tells the client what the layer did.
+pub(crate) const STATUS_HEADER: HeaderName = HeaderName::from_static("idempotency-status");
+
 /// What the layer did with a request. Found in the extensions of every response it answered, or
 /// let a handler answer under a claim; absent where no key applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -72,8 +78,8 @@ pub trait IdempotentResponse {
     /// What the layer did. `None` where no key applied, and for responses that came over a wire.
     fn idempotency_status(&self) -> Option<IdempotencyStatus>;
 
-    /// Whether this is a retained answer sent again: by the extension where there is one, else by
-    /// the header `Idempotent-Replay: true`, so that it also works on the client's side.
+    /// Whether this is a retained answer sent again: by the extension where there is one, else by the header
+    /// `Idempotent-Replay: true` or `Idempotent-Replayed: true`, so that it also works on the client's side.
     ///
     /// ```
     /// use tower_idempotency::IdempotentResponse;
@@ -95,10 +101,11 @@ impl<B> IdempotentResponse for Response<B> {
     fn is_replay(&self) -> bool {
         match self.idempotency_status() {
             Some(status) => status == IdempotencyStatus::Replayed,
-            None => self
-                .headers()
-                .get(REPLAY_HEADER)
-                .is_some_and(|value| value == "true"),
+            None => [REPLAY_HEADER, REPLAYED_HEADER].iter().any(|name| {
+                self.headers()
+                    .get(name)
+                    .is_some_and(|value| value == "true")
+            }),
         }
     }
 }

@@ -19,9 +19,8 @@ use crate::{
     maintenance::Pause,
     observe::{self, Operation},
     options::Options,
-    record::{Record, RecordId, State},
-    service::Asked,
-    store::{Completion, Lifetimes, Settled, Store, StoreError, Ticket},
+    record::{Record, State},
+    store::{Completion, Inspect, Lifetimes, Settled, Ticket},
 };
 
 /// How often a run is begun anew after a conflict with another transaction.
@@ -32,8 +31,8 @@ pub(crate) trait Transactor: Send + Sync {
     /// A place for one run's transaction, which completes the claim where there is one.
     fn work(&self, ticket: Option<&Ticket>) -> Arc<dyn Work>;
 
-    /// Reads a record, after a write has told that it is another's.
-    fn find<'a>(&'a self, id: &'a RecordId) -> Boxed<'a, Result<Option<Record>, StoreError>>;
+    /// The same as the store would write it: a store that seals does not see what is written here.
+    fn stored(&self, recording: Recording) -> Recording;
 }
 
 /// What the handler has left of its transaction.
@@ -169,7 +168,7 @@ enum Ended {
     Unknown(Parts, Body),
 }
 
-impl<S: Store> Run<S> {
+impl<S: Inspect> Run<S> {
     /// Runs, again after a conflict with another transaction, and answers.
     pub(crate) async fn carry_out<I, RB>(
         self,
@@ -273,11 +272,11 @@ impl<S: Store> Run<S> {
             return Ended::Settle(parts, body, Outcome::Completed(done));
         }
         let options = &self.engine.options;
-        let recording = Recording {
+        let recording = self.transactor.stored(Recording {
             ticket: self.ticket.clone(),
             done,
             lifetimes: options.lifetimes(),
-        };
+        });
         match work.commit(Some(&recording), options.store_timeout).await {
             Committed::Done => Ended::Committed(parts, body),
             Committed::Lost => {
@@ -296,11 +295,12 @@ impl<S: Store> Run<S> {
 
     /// Tells the record, and then the client.
     async fn answer(self, ended: Ended, hold: Hold<S>) -> Response<Body> {
-        let refuse = |rejection| self.engine.options.refuse(Some(&self.head), &rejection);
+        let options = &self.engine.options;
+        let refuse = |rejection| options.refuse(Some(&self.head), &rejection);
         match ended {
             Ended::Committed(parts, body) => {
                 recorded(hold);
-                answered(&self.ticket, parts, body)
+                answered(options, &self.ticket, parts, body)
             }
             Ended::Settle(parts, body, outcome) => {
                 let keeps = matches!(outcome, Outcome::Completed(_));
@@ -308,7 +308,7 @@ impl<S: Store> Run<S> {
                     Some(Settled::Lost) => self.winner().await,
                     // There was no effect that the client would have to hear of before it is recorded.
                     None if keeps => refuse(Rejection::TransactionFailed),
-                    _ => answered(&self.ticket, parts, body),
+                    _ => answered(options, &self.ticket, parts, body),
                 }
             }
             Ended::Refuse(rejection) => {
@@ -331,7 +331,7 @@ impl<S: Store> Run<S> {
             // committed and cannot be any more; if not, the record tells whose it is.
             Ended::Unknown(parts, body) => match settle(hold, self.undo.into()).await {
                 Some(Settled::Lost) if self.is_completed().await => {
-                    answered(&self.ticket, parts, body)
+                    answered(options, &self.ticket, parts, body)
                 }
                 Some(Settled::Lost) => self.winner().await,
                 _ => refuse(Rejection::TransactionFailed),
@@ -339,8 +339,9 @@ impl<S: Store> Run<S> {
         }
     }
 
+    /// The record, after a write has told that it is another's.
     async fn record(&self) -> Option<Record> {
-        let found = self.transactor.find(&self.ticket.id);
+        let found = self.engine.store.get(&self.ticket.id);
         let found = within(self.engine.options.store_timeout, found).await?;
         found
             .inspect_err(|error| observe::store_failed(Operation::Get, Some(error)))
@@ -359,19 +360,11 @@ impl<S: Store> Run<S> {
         let engine = &self.engine;
         let record = self.record().await;
         let replay = record.filter(|record| record.state == State::Completed);
-        let asked = engine
-            .options
-            .fingerprint
-            .fingerprint(&self.head, &self.body.data);
-        if let (Some(record), Ok(fingerprint)) = (replay, asked) {
-            let asked = Asked {
-                id: self.ticket.id.clone(),
-                fingerprint,
-                head: &self.head,
-                body: &self.body.data,
-            };
-            if engine.same(&asked, &record.scheme, &record.fingerprint) {
-                return engine.replay(&self.head, Box::new(record));
+        if let Some(record) = replay {
+            let options = &engine.options;
+            let (head, body) = (&self.head, &self.body.data);
+            if options.asks_for(&record.scheme, &record.fingerprint, head, body) {
+                return options.replay(head, Box::new(record));
             }
         }
         let rejection = Rejection::InFlight {

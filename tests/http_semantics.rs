@@ -21,9 +21,9 @@ use support::{
 };
 use tower::{ServiceExt, service_fn};
 use tower_idempotency::{
-    Fingerprint, FingerprintScheme, IdempotencyLayer, IdempotencyStatus, IdempotentResponse,
-    ProblemJson, Recovery, Rejection, RejectionContext, RenderRejection, Retain, Retention, Scheme,
-    Scope, State, UndecodableBody,
+    ErrorEnvelope, Fingerprint, FingerprintScheme, IdempotencyLayer, IdempotencyStatus,
+    IdempotentResponse, Recovery, Rejection, RejectionContext, Retain, Retention, Scheme, Scope,
+    State, StoreFailure, UndecodableBody,
     testing::{Fault, Operation, Times},
 };
 
@@ -61,6 +61,7 @@ fn refusals() -> HashMap<&'static str, Refusal> {
             false,
         ),
         ("overloaded", 503, Said::Overloaded, Some(1), false),
+        ("limit_reached", 429, Said::LimitReached, Some(60), false),
         ("body_too_large", 413, Said::Invalid, None, false),
         ("body_incomplete", 400, Said::Invalid, None, false),
         ("body_invalid", 400, Said::Invalid, None, false),
@@ -145,7 +146,7 @@ async fn provoke(
         call(request("POST", "/panic", Some("panicked"), "secret-body")).await,
     ));
 
-    let runs = handler.effects();
+    let mut runs = handler.effects();
     handler.close_gate();
     let held = tokio::spawn(call(with_id("/charges", "held", "secret-body")));
     handler.reached(runs + 1).await;
@@ -166,6 +167,27 @@ async fn provoke(
         "scope_unknown",
         nobody.oneshot(post("secret-key", "A")).await.unwrap(),
     ));
+    let full = tell(layer(store.clone()))
+        .scope(|_| Some(Scope::new("full")))
+        .scope_limit(1);
+    let full = handler.behind(full);
+    let limited = async {
+        // Until the layer has learnt how many records there are.
+        for n in 0.. {
+            let request = post(&format!("full-{n}"), "A");
+            let response = full.clone().oneshot(request).await.unwrap();
+            match response.idempotency_status() {
+                Some(IdempotencyStatus::LimitReached) => return response,
+                Some(IdempotencyStatus::Executed) => runs += 1,
+                // One of an earlier time.
+                other => assert_eq!(other, Some(IdempotencyStatus::Replayed)),
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        unreachable!()
+    };
+    let limited = tokio::time::timeout(Duration::from_secs(30), limited).await;
+    refused.push(("limit_reached", limited.expect("no limit in half a minute")));
     let picky = handler.behind(tell(layer(store.clone()).fingerprint(Picky)));
     refused.push((
         "body_invalid",
@@ -479,6 +501,110 @@ every_store! {
     }
 
     // X2
+    // H6
+    async fn the_envelope_of_a_gateway_says_what_a_problem_says(world: World) {
+        let envelope = ErrorEnvelope::new().member("hint", |rejection| match rejection {
+            Rejection::KeyReused { .. } => Some("own words".into()),
+            _ => None,
+        });
+        let mut table = refusals();
+        for (code, response) in provoke(&world, |layer| layer.rejections(envelope.clone())).await {
+            let expected = table.remove(code).unwrap();
+            assert_eq!(response.idempotency_status(), Some(expected.said), "{code}");
+            let answer = Answer::of(response).await;
+            assert_eq!(answer.status, expected.status, "{code}");
+            assert_eq!(answer.header("content-type"), Some("application/json"), "{code}");
+            let retry_after = expected.retry_after.map(|seconds| seconds.to_string());
+            assert_eq!(answer.header("retry-after"), retry_after.as_deref(), "{code}");
+
+            let mut error = answer.json()["error"].take();
+            assert!(error["message"].take().as_str().unwrap().len() > 10, "{code}");
+            let mut whole = json!({
+                "code": format!("idempotency_{code}"),
+                "type": "invalid_request_error",
+                "message": null,
+                "retryable": expected.retry_after.is_some(),
+                "retry_after_seconds": expected.retry_after,
+                "request_id": null,
+            });
+            match code {
+                "key_reused" => {
+                    whole["details"] = json!({ "original_request_id": "first-request" });
+                    whole["hint"] = json!("own words");
+                }
+                "response_not_retained" => whole["details"] = json!({ "original_status": 200 }),
+                _ => {}
+            }
+            assert_eq!(error, whole, "{code}");
+            let text = String::from_utf8(answer.body.to_vec()).unwrap();
+            for secret in ["secret-key", "secret-body", "secret-query", "sss"] {
+                assert!(!text.contains(secret), "{code} shows {secret}: {text}");
+            }
+        }
+        assert!(table.is_empty(), "not provoked: {:?}", table.keys());
+    }
+
+    async fn the_envelope_names_this_request_and_details_only_where_there_are_any(world: World) {
+        let app = Handler::new().behind(layer(world.open().await).rejections(ErrorEnvelope::new()).documentation_url("/docs"));
+        send(&app, post("K", "A")).await;
+        let mut again = post("K", "B");
+        again.headers_mut().insert("x-request-id", HeaderValue::from_static("req_2"));
+        let reused = send(&app, again).await;
+        assert_eq!(reused.json()["error"]["request_id"], "req_2");
+        // The first request had no id.
+        assert_eq!(reused.json()["error"].get("details"), None);
+        assert_eq!(reused.header("link"), Some("</docs>; rel=\"describedby\""));
+    }
+
+    async fn a_refusal_can_be_shown_without_its_cause(world: World) {
+        let store = world.open().await;
+        let layer = layer(store.clone()).rejections(ErrorEnvelope::new()).reuse_status(StatusCode::UNPROCESSABLE_ENTITY);
+        let mut asking = request("POST", "/sandbox", Some("K"), "A");
+        asking.headers_mut().insert("x-request-id", HeaderValue::from_static("req_2"));
+        let (head, _) = asking.into_parts();
+        let original_request_id = Some("req_1".into());
+        let shown = layer.refusal(&head, &Rejection::KeyReused { original_request_id });
+        assert_eq!(shown.idempotency_status(), Some(IdempotencyStatus::Reused));
+        let shown = Answer::of(shown).await;
+        assert_eq!(shown.status, 422);
+        let error = &shown.json()["error"];
+        assert_eq!(error["details"]["original_request_id"], "req_1");
+        assert_eq!(error["request_id"], "req_2");
+        assert!(error["message"].as_str().unwrap().contains("POST /sandbox"));
+        assert_eq!((records(&store).await, store.total_calls()), (0, 0));
+    }
+
+    async fn on_demand_every_answer_tells_what_was_done(world: World) {
+        for (code, response) in provoke(&world, IdempotencyLayer::status_header).await {
+            let said = response.idempotency_status().unwrap();
+            assert_eq!(response.headers()["idempotency-status"], said.as_str(), "{code}");
+        }
+        for (code, response) in provoke(&world, |layer| layer.scope(|_| Some(Scope::new("others")))).await {
+            assert!(!response.headers().contains_key("idempotency-status"), "{code}");
+        }
+
+        // Over what a handler says of it, and where a run is not protected also without being asked.
+        let store = world.open().await;
+        let handler = Handler::answering(|_| {
+            let made_up = Response::builder().header("idempotency-status", "made-up");
+            made_up.body(Body::from("A")).unwrap()
+        });
+        let layer = || layer(store.clone()).store_failure(StoreFailure::RunUnprotected);
+        let told = handler.behind(layer().status_header());
+        let silent = handler.behind(layer());
+        let header = async |app: &Router, request| send(app, request).await.header("idempotency-status").map(str::to_owned);
+        assert_eq!(header(&told, post("told", "A")).await.as_deref(), Some("executed"));
+        assert_eq!(header(&told, post("told", "A")).await.as_deref(), Some("replayed"));
+        assert_eq!(header(&silent, post("silent", "A")).await.as_deref(), Some("made-up"));
+        assert_eq!(header(&silent, post("silent", "A")).await.as_deref(), Some("made-up"));
+        assert_eq!(header(&told, request("GET", "/", Some("told"), "")).await.as_deref(), Some("made-up"));
+        store.fail(Operation::Claim, Fault::Before, Times::Always);
+        for app in [&told, &silent] {
+            assert_eq!(header(app, post("down", "A")).await.as_deref(), Some("unprotected"));
+        }
+        store.clear();
+    }
+
     async fn reuse_names_this_request_and_the_one_that_holds_the_key(world: World) {
         let handler = Handler::new();
         let layer = layer(world.open().await).request_id_header(HeaderName::from_static("x-correlation-id"));
@@ -560,29 +686,10 @@ every_store! {
     }
 }
 
-/// The limit per tenant is not reached by any request yet, but its refusal is part of the contract.
-#[tokio::test]
-async fn the_refusal_of_a_tenant_over_its_limit_is_a_429_with_retry_after() {
-    let rejection = Rejection::LimitReached;
-    assert_eq!(
-        rejection.idempotency_status(),
-        IdempotencyStatus::LimitReached
-    );
-    let captured = std::sync::Arc::new(std::sync::Mutex::new(None));
-    let keep = captured.clone();
-    let render = move |_: &Rejection, context: &RejectionContext<'_>| {
-        let mut context = context.clone();
-        context.status = Rejection::LimitReached.status();
-        *keep.lock().unwrap() = Some(ProblemJson.render(&Rejection::LimitReached, &context));
-        Response::new(Body::empty())
-    };
-    let app = Handler::new().behind(layer(World::memory().open().await).rejections(render));
-    send(&app, request("POST", "/", None, "A")).await;
-    let answer = captured.lock().unwrap().take().unwrap();
-    let answer = Answer::of(answer).await;
-    assert_eq!(answer.said(), (429, "idempotency_limit_reached".into()));
-    assert_eq!(answer.header("retry-after"), Some("60"));
-    assert_eq!(answer.json()["retry_after_seconds"], 60);
+#[test]
+#[should_panic(expected = "the error envelope has a member details already")]
+fn a_member_of_the_envelope_cannot_be_replaced() {
+    let _ = ErrorEnvelope::new().member("details", |_| None);
 }
 
 #[tokio::test]

@@ -302,6 +302,10 @@ fn each_format_says_which_rule_a_value_breaks() {
         (any.clone().max_len(3), b"abcd", Err(InvalidKey::TooLong(3))),
         (any.max_len(3), b"\"\\\\\\\\\\\\\"", Ok(b"\\\\\\")),
         (KeyFormat::structured(), b"abc", Err(InvalidKey::NotQuoted)),
+        (KeyFormat::bare(), b"abc", Ok(b"abc")),
+        (KeyFormat::bare(), b" abc ", Ok(b"abc")),
+        (KeyFormat::bare(), b"\"abc\"", Err(InvalidKey::Characters)),
+        (KeyFormat::bare(), b"", Err(InvalidKey::Blank)),
         (KeyFormat::structured(), b"", Err(InvalidKey::Blank)),
         (KeyFormat::structured(), b"\"abc\"", Ok(b"abc")),
     ];

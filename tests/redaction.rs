@@ -25,6 +25,11 @@ use tower_idempotency::{
     store::{Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Inspect, Lifetimes, Store},
     testing::{Fault, FaultyStore, Operation, Times},
 };
+#[cfg(all(feature = "multipart", feature = "sealing"))]
+use tower_idempotency::{
+    CanonicalJson, Fingerprint, MultipartParts, Profile, SealedStore, SealingKey, SealingKeys,
+    fingerprint_fn,
+};
 use tracing_subscriber::fmt::{MakeWriter, format::FmtSpan};
 
 const KEY: &str = "k3y-s3cret";
@@ -316,6 +321,97 @@ every_store! {
 
         assert!(shown.contains("IdempotencyKey(") && shown.contains("Scope("), "{shown}");
         assert_redacted("Debug", &shown);
+    }
+}
+
+every_store! {
+    #[cfg(all(feature = "multipart", feature = "sealing"))]
+    async fn no_secret_of_schemes_limits_and_sealed_records_is_logged_or_shown(world: World) {
+        const FORM: &str = "multipart/form-data; boundary=b0undary";
+        let log = Log::of_everything();
+        let mut shown = String::new();
+        let inner = world.open().await;
+        let sealed = async |writes: u8| {
+            let keys = SealingKeys::new("2026-12", [writes; 32]).hash_ids(*b"hash-key-s3cret-hash-key-s3cret!");
+            let shown = format!("{keys:?}");
+            (SealedStore::open(inner.clone(), keys).await.unwrap(), shown)
+        };
+        let (store, keys) = sealed(0x5e).await;
+        let layer = || {
+            IdempotencyLayer::new(store.clone())
+                .scope(|_| Some(Scope::new(SCOPE)))
+                .profile(Profile::Gateway)
+                .replay_provenance()
+                .status_header()
+        };
+        let handler = handler();
+        let shown_layer = format!("{:?}", layer().fingerprint(CanonicalJson::new().ignoring(["/a"])));
+        let json = handler.behind(layer().fingerprint(CanonicalJson::new()).also_accept(ExactRequest));
+        let form = handler.behind(layer().fingerprint(MultipartParts::new()));
+        let own = handler.behind(layer().fingerprint(fingerprint_fn("own-v1", |_, body| {
+            match body.starts_with(b"{") {
+                true => Ok(Fingerprint::of([body])),
+                false => Err(UndecodableBody("it begins with no brace")),
+            }
+        })));
+        let with = |path: &str, content_type: &'static str, body: String| {
+            let mut request = keyed(path);
+            request.headers_mut().insert("content-type", HeaderValue::from_static(content_type));
+            *request.body_mut() = Body::from(body);
+            request
+        };
+        let part = |name: &str| format!("--b0undary\r\ncontent-disposition: form-data; name=\"{name}\"\r\nx-own: {HEADER}\r\n\r\n{BODY}\r\n");
+        for _ in 0..2 {
+            send(&json, with("/json", "application/json", format!("{{\"{BODY}\":1}}"))).await;
+            send(&json, with("/reuse", "application/json", format!("{{\"{BODY}\":1}}"))).await;
+            send(&json, with("/reuse", "application/json", format!("{{\"{BODY}\":2}}"))).await;
+            send(&form, with("/form", FORM, part(BODY) + "--b0undary--\r\n")).await;
+        }
+        let deep = "[".repeat(999);
+        for (app, content_type, body) in [
+            (&json, "application/json", format!("{{\"{BODY}\":1,\"{BODY}\":2}}")),
+            (&json, "application/json", format!("{{\"{BODY}\":{deep}")),
+            (&form, FORM, part(BODY)),
+            (&form, FORM, format!("--b0undary\r\n{HEADER}: {BODY}")),
+            (&form, "multipart/form-data", part(BODY)),
+            (&own, "text/plain", BODY.to_owned()),
+        ] {
+            let refused = send(app, with("/undecodable", content_type, body)).await;
+            assert_eq!(refused.json()["error"]["code"], "idempotency_body_invalid");
+            assert_redacted("a refusal", &String::from_utf8_lossy(&refused.body));
+        }
+        // A limit, with a sample that fails.
+        let limited = handler.behind(layer().scope_limit(1));
+        inner.fail(Operation::CountIn, Fault::Before, Times::Once);
+        for n in 0..2000 {
+            let answer = send(&limited, keyed(&format!("/limited-{n}"))).await;
+            if answer.status == StatusCode::TOO_MANY_REQUESTS {
+                shown += &String::from_utf8_lossy(&answer.body);
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert!(shown.contains("idempotency_limit_reached"));
+        // Another key under the same id, and no key at all.
+        let (wrong, wrong_keys) = sealed(0x5f).await;
+        let wrong_layer = IdempotencyLayer::new(wrong.clone()).scope(|_| Some(Scope::new(SCOPE))).fingerprint(CanonicalJson::new());
+        let request = with("/json", "application/json", format!("{{\"{BODY}\":1}}"));
+        assert_eq!(send(&handler.behind(wrong_layer), request).await.said(), (503, "idempotency_store_unavailable".into()));
+        let record = wrong.get(&id("/json")).await.unwrap().unwrap();
+        let decoded = RetainedResponse::decode(record.response.clone().unwrap());
+        let other_hash = SealingKeys::new("2026-12", [0x5e; 32]).hash_ids([1; 32]);
+        let refused = SealedStore::open(inner.clone(), other_hash).await.unwrap_err();
+        let bad = "s3cret-key".parse::<SealingKey>().unwrap_err();
+        write!(shown, "{keys} {wrong_keys} {store:?} {record:?} {decoded:?} {refused:?} {refused} {bad:?} {bad} {shown_layer}").unwrap();
+        for secret in ["hash-key-s3cret", "s3cret-key", "5e5e5e", "[94, 94", "5f5f5f", "[95, 95"] {
+            assert!(!shown.contains(secret) && !log.text().contains(secret), "{secret} is shown");
+        }
+        assert_redacted("Debug", &shown);
+        let text = log.text();
+        for heard in ["limit_reached", "retained response cannot be read", "2026-12", "idempotency store failed", "reused"] {
+            assert!(text.contains(heard), "the log is deaf to {heard:?}");
+        }
+        assert_redacted("the log", &text);
     }
 }
 

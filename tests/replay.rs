@@ -23,6 +23,7 @@ use tower_http::{
 };
 use tower_idempotency::{
     IdempotencyLayer, IdempotencyStatus, IdempotentResponse, Retain, RetainedResponse, Retention,
+    Timestamp,
 };
 
 fn layer(store: TestStore) -> IdempotencyLayer<TestStore> {
@@ -543,5 +544,72 @@ every_store! {
         let retry = send(&app, post("K", "A")).await;
         retry.assert_replays(&first);
         assert_eq!(retry.header("cache-control"), Some("private, max-age=60"));
+    }
+
+    // R11
+    async fn on_demand_no_cache_keeps_a_replay(world: World) {
+        let handler = Handler::answering(|_| {
+            Response::builder()
+                .header(header::CACHE_CONTROL, "public, max-age=60")
+                .header(header::CACHE_CONTROL, "stale-while-revalidate=60")
+                .header("cdn-cache-control", "max-age=600")
+                .header("own-cache-control", "max-age=600")
+                .header("surrogate-control", "max-age=600")
+                .header(header::ETAG, "\"1\"")
+                .body(Body::from("paid"))
+                .unwrap()
+        });
+        let app: Router = handler.behind(layer(world.open().await).no_store_replays());
+        let first = send(&app, post("K", "A")).await;
+        assert_eq!(first.header("cache-control"), Some("public, max-age=60"), "the first answer is the handler's");
+        assert_eq!(first.header("cdn-cache-control"), Some("max-age=600"));
+        let retry = send(&app, post("K", "A")).await;
+        assert!(retry.replay);
+        assert_eq!(lines(&retry.headers, "cache-control"), [b"no-store"]);
+        for other in ["cdn-cache-control", "own-cache-control", "surrogate-control"] {
+            assert_eq!(retry.header(other), None, "{other} would win over it");
+        }
+        assert_eq!((retry.header("etag"), &retry.body), (Some("\"1\""), &first.body));
+    }
+
+    async fn on_demand_a_replay_says_where_it_comes_from(world: World) {
+        // 2021-01-01T00:00:00Z
+        world.clock.set(Timestamp::from_micros(1_609_459_200_000_000));
+        let store = world.open().await;
+        let names = ["idempotency-original-date", "idempotency-original-request-id", "idempotency-key-expires"];
+        let handler = Handler::answering(move |_| {
+            let mut response = Response::new(Body::from("paid"));
+            for name in names {
+                response.headers_mut().insert(name, HeaderValue::from_static("made up"));
+            }
+            response
+        });
+        let layer = || layer(store.clone()).ttl(Duration::from_secs(3600));
+        let app = handler.behind(layer().replay_provenance());
+        let with_id = |id: &'static str| {
+            let mut request = post("K", "A");
+            request.headers_mut().insert("x-request-id", HeaderValue::from_static(id));
+            request
+        };
+        let told = |answer: &Answer| names.map(|name| answer.header(name).map(str::to_owned));
+        let own = Some("made up".to_owned());
+        let first = send(&app, with_id("req_1")).await;
+        assert_eq!(told(&first), [own.clone(), own.clone(), own.clone()], "a first answer is the handler's");
+        world.clock.advance(Duration::from_secs(100));
+        let expected = ["Fri, 01 Jan 2021 00:00:00 GMT", "req_1", "Fri, 01 Jan 2021 01:00:00 GMT"];
+        for _ in 0..2 {
+            let retry = send(&app, with_id("req_2")).await;
+            assert!(retry.replay);
+            assert_eq!(told(&retry), expected.map(|told| Some(told.to_owned())));
+        }
+        let silent = send(&handler.behind(layer()), with_id("req_3")).await;
+        assert_eq!(told(&silent), [own.clone(), own.clone(), own]);
+
+        // What is not known, or has no form as a date, is not told.
+        let for_ever = handler.behind(layer().ttl(Duration::MAX).replay_provenance());
+        send(&for_ever, post("for-ever", "A")).await;
+        let retry = send(&for_ever, post("for-ever", "A")).await;
+        assert!(retry.replay);
+        assert_eq!(told(&retry), [Some("Fri, 01 Jan 2021 00:01:40 GMT".to_owned()), None, None]);
     }
 }

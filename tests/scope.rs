@@ -279,6 +279,65 @@ every_store! {
         assert_eq!(handler.effects(), 2);
     }
 
+    // S6
+    async fn a_scope_by_token_runs_again_when_the_token_rotates(world: World) {
+        let handler = Handler::new();
+        // Whoever scopes by the token itself sees each rotation as another caller: the documented mistake.
+        let by_token = IdempotencyLayer::new(world.open().await).scope(|head| {
+            head.headers.get("authorization").map(|token| Scope::new(token.as_bytes()))
+        });
+        let app = handler.behind(by_token);
+        let with = |token: &str| {
+            let mut request = post("K", "A");
+            request.headers_mut().insert("authorization", token.parse().unwrap());
+            request
+        };
+        assert!(!send(&app, with("Bearer m1.monday")).await.replay);
+        assert!(!send(&app, with("Bearer m1.tuesday")).await.replay, "the retry ran again");
+        assert_eq!(handler.effects(), 2);
+    }
+
+    // Narrower than the caller: F2's other right answer.
+    async fn a_scope_per_route_lets_one_key_work_once_on_each(world: World) {
+        let handler = Handler::new();
+        let layer = IdempotencyLayer::new(world.open().await).scope(|head| {
+            let tenant: u64 = head.headers.get("x-tenant")?.to_str().ok()?.parse().ok()?;
+            Some(Scope::new([&tenant.to_be_bytes(), head.uri.path().as_bytes()].concat()))
+        });
+        let app = handler.behind(layer);
+        let ask = async |tenant: &str, path: &str| {
+            let mut request = request("POST", path, Some("K"), "A");
+            request.headers_mut().insert("x-tenant", tenant.parse().unwrap());
+            send(&app, request).await
+        };
+        for tenant in ["7", "8"] {
+            let order = ask(tenant, "/orders").await;
+            let refund = ask(tenant, "/refunds").await;
+            assert_eq!((order.status.as_u16(), refund.status.as_u16()), (201, 201));
+            ask(tenant, "/orders").await.assert_replays(&order);
+            ask(tenant, "/refunds").await.assert_replays(&refund);
+        }
+        assert_eq!(handler.effects(), 4);
+        // Whoever is no number is nobody.
+        assert_eq!(ask("seven", "/orders").await.said(), (403, "idempotency_scope_unknown".into()));
+    }
+
+    // What the documentation of `Scope` warns of.
+    async fn keys_live_under_the_scope_they_were_written_under(world: World) {
+        let handler = Handler::new();
+        let store = world.open().await;
+        let before = handler.behind(IdempotencyLayer::new(store.clone()).single_tenant());
+        let after = handler.behind(by_tenant(store.clone()));
+        let first = send(&before, from("one", "K", "A")).await;
+        assert!(!send(&after, from("one", "K", "A")).await.replay, "it runs again");
+        // Rolled back, the old keys are found again.
+        send(&before, from("one", "K", "A")).await.assert_replays(&first);
+        assert_eq!((handler.effects(), records(&store).await), (2, 2));
+        // The empty scope is the one that is shared.
+        let empty = IdempotencyLayer::new(store).scope(|_| Some(Scope::new("")));
+        send(&handler.behind(empty), from("one", "K", "A")).await.assert_replays(&first);
+    }
+
     // S9
     async fn cheap_rejections_leave_no_record_behind(world: World) {
         let handler = Handler::answering(|seen| {
@@ -424,6 +483,25 @@ async fn a_layer_without_scope_warns_once_when_requests_carry_credentials() {
         );
         assert!(!said.text.contains("secret"));
     }
+}
+
+#[tokio::test]
+async fn of_many_requests_at_once_one_warns() {
+    let (logs, _guard) = Logs::of_this_thread();
+    let app = Handler::new().behind(IdempotencyLayer::new(MemoryStore::new()));
+    let mut tasks = tokio::task::JoinSet::new();
+    for at in 0..64 {
+        let app = app.clone();
+        tasks.spawn(async move {
+            let key = format!("k-{at}");
+            send(&app, with_credential("cookie", Some(&key)))
+                .await
+                .status
+        });
+    }
+    let answered = tasks.join_all().await;
+    assert!(answered.iter().all(|status| *status == 201));
+    assert_eq!(logs.loud(WARNING).len(), 1);
 }
 
 #[tokio::test]

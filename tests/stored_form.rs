@@ -104,7 +104,7 @@ fn what_version_1_wrote_is_read_and_would_be_written_again_byte_for_byte() {
 
 #[test]
 fn a_version_that_is_not_known_is_named() {
-    for version in [0, 2, 255] {
+    for version in [0, 3, 255] {
         let mut stored = fixtures()[1].0.to_vec();
         stored[0] = version;
         let decoded = RetainedResponse::decode(stored.into());
@@ -112,6 +112,154 @@ fn a_version_that_is_not_known_is_named() {
     }
     let error = DecodeError::Version(9).to_string();
     assert!(error.contains('9') && error.contains("newer"), "{error}");
+}
+
+/// The answer of `retained-v1-created.bin`, sealed for the scope `merchant-7` and the key `order-17` with the
+/// key `2026-12`, which is 32 times `0x11`.
+const SEALED: &[u8] = include_bytes!("fixtures/retained-v2-created.bin");
+
+#[test]
+fn a_sealed_answer_is_known_for_one_by_who_has_no_key() {
+    let decode = |stored: &[u8]| RetainedResponse::decode(Bytes::copy_from_slice(stored));
+    let error = decode(SEALED).unwrap_err();
+    let key_id = "2026-12".into();
+    assert_eq!(error, DecodeError::Sealed { key_id });
+    let text = error.to_string();
+    assert!(
+        text.contains("2026-12") && text.contains("SealedStore"),
+        "{text}"
+    );
+    // Up to where a nonce and a tag would have their place.
+    for length in 0..9 + 24 + 16 {
+        assert_eq!(
+            decode(&SEALED[..length]),
+            Err(DecodeError::Damaged),
+            "{length}"
+        );
+    }
+    // An id that no key can have is not shown.
+    for id in [
+        &b"\x02\x03a\nb"[..],
+        b"\x02\x03a\xFFb",
+        b"\x02\x03a b",
+        b"\x02\x00",
+        b"\x02\x41",
+    ] {
+        let mut stored = id.to_vec();
+        stored.resize(200, b'x');
+        assert_eq!(decode(&stored), Err(DecodeError::Damaged), "{id:?}");
+    }
+}
+
+#[cfg(feature = "sealing")]
+mod sealed {
+    use std::time::Duration;
+
+    use chacha20poly1305::{
+        KeyInit, XChaCha20Poly1305,
+        aead::{Aead, Payload},
+    };
+    use tower_idempotency::{
+        Fingerprint, IdempotencyKey, MemoryStore, RecordId, Scope, SealedStore, SealingKeys,
+        store::{
+            Checkpoints, Claim, ClaimRequest, Completion, Inspect, Lifetimes, Settled, Store,
+            Ticket,
+        },
+    };
+
+    use super::*;
+
+    const KEY: [u8; 32] = [0x11; 32];
+    /// The five bytes `value`, for the same record and key, under the name `step`.
+    const CHECKPOINT: &[u8] = include_bytes!("fixtures/checkpoint-v2-step.bin");
+
+    fn id() -> RecordId {
+        let key = IdempotencyKey::new("order-17");
+        RecordId::new(Scope::new("merchant-7"), key)
+    }
+
+    async fn claimed(store: &MemoryStore) -> Ticket {
+        let claim = ClaimRequest::new(id(), "test", Fingerprint::from_bytes([5; 32]));
+        match store.claim(claim).await.unwrap() {
+            Claim::Won(ticket) => ticket,
+            other => panic!("not won: {other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn what_version_2_wrote_is_opened() {
+        let bare = MemoryStore::new();
+        let keys = SealingKeys::new("2027-12", [0x22; 32]).also_opens("2026-12", KEY);
+        let store = SealedStore::open(bare.clone(), keys).await.unwrap();
+        let ticket = claimed(&bare).await;
+        let value = Bytes::from_static(CHECKPOINT);
+        assert_eq!(
+            bare.save(&ticket, "step", value).await.unwrap(),
+            Settled::Done
+        );
+        let loaded = store.load(&ticket).await.unwrap().unwrap();
+        assert_eq!(&loaded[0].value[..], b"value");
+        let done = Completion::retained(StatusCode::CREATED, Bytes::from_static(SEALED));
+        let settled = bare.complete(&ticket, done, Lifetimes::new(Duration::from_secs(60)));
+        assert_eq!(settled.await.unwrap(), Settled::Done);
+        let record = store.get(&id()).await.unwrap().unwrap();
+        let (plain, expected) = &fixtures()[1];
+        assert_eq!(record.response.as_deref(), Some(*plain));
+        let decoded = RetainedResponse::decode(record.response.unwrap());
+        assert_eq!(decoded.as_ref(), Ok(expected));
+    }
+
+    /// The form as it is described, read without this crate.
+    fn by_the_book(stored: &[u8], parts: &[&[u8]]) -> Vec<u8> {
+        assert_eq!(&stored[..9], b"\x02\x072026-12");
+        let nonce: [u8; 24] = stored[9..33].try_into().unwrap();
+        let mut aad = Vec::new();
+        for part in parts {
+            aad.extend((part.len() as u64).to_be_bytes());
+            aad.extend(*part);
+        }
+        let sealed = Payload {
+            msg: &stored[33..],
+            aad: &aad,
+        };
+        let cipher = XChaCha20Poly1305::new(&KEY.into());
+        cipher.decrypt(&nonce.into(), sealed).unwrap()
+    }
+
+    #[tokio::test]
+    async fn it_is_written_as_it_is_described() {
+        let book = |stored: &[u8]| {
+            let domain = b"tower-idempotency sealed response 2";
+            by_the_book(stored, &[domain, b"2026-12", b"merchant-7", b"order-17"])
+        };
+        let plain = fixtures()[1].0;
+        assert_eq!(book(SEALED), plain);
+        let domain = b"tower-idempotency sealed checkpoint 2";
+        let parts: [&[u8]; 5] = [domain, b"2026-12", b"merchant-7", b"order-17", b"step"];
+        assert_eq!(by_the_book(CHECKPOINT, &parts), b"value");
+
+        // What is written today is no different, and never twice the same.
+        let bare = MemoryStore::new();
+        let keys = SealingKeys::new("2026-12", KEY);
+        let store = SealedStore::open(bare.clone(), keys).await.unwrap();
+        let mut written = Vec::new();
+        for _ in 0..2 {
+            let ticket = claimed(&bare).await;
+            let done = Completion::retained(StatusCode::CREATED, Bytes::from_static(plain));
+            let settled = store.complete(&ticket, done, Lifetimes::new(Duration::from_secs(60)));
+            assert_eq!(settled.await.unwrap(), Settled::Done);
+            let record = bare.get(&id()).await.unwrap().unwrap();
+            let stored = record.response.unwrap();
+            assert_eq!(
+                (book(&stored), stored.len()),
+                (plain.to_vec(), SEALED.len())
+            );
+            written.push(stored);
+            assert!(bare.forget(&id()).await.unwrap());
+        }
+        assert_ne!(written[0][9..33], written[1][9..33]);
+        assert_ne!(written[0], written[1]);
+    }
 }
 
 #[test]

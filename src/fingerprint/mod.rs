@@ -1,11 +1,22 @@
 //! What a request asks for, as a digest.
 
+mod custom;
+mod json;
+#[cfg(feature = "multipart")]
+mod multipart;
+
 use std::fmt;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, Uri, header, request::Parts};
 use sha2::{Digest, Sha256};
 
+#[cfg(feature = "multipart")]
+pub use self::multipart::MultipartParts;
+pub use self::{
+    custom::{FingerprintFn, fingerprint_fn},
+    json::CanonicalJson,
+};
 use crate::record::{Fingerprint, Scheme};
 
 /// A rule that turns a request into a [`Fingerprint`].
@@ -45,6 +56,10 @@ impl std::error::Error for UndecodableBody {}
 ///
 /// The path is the one the client sent, also inside nested routers. The order of query parameters
 /// counts. No other header does: dates, trace ids and credentials change between attempts.
+///
+/// Bytes are bytes: JSON that is written anew with its members in another order is another request
+/// ([`CanonicalJson`] does not mind), and so is a form with a fresh boundary (`MultipartParts`, with the
+/// feature `multipart`, does not).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExactRequest;
 
@@ -54,16 +69,7 @@ impl FingerprintScheme for ExactRequest {
     }
 
     fn fingerprint(&self, head: &Parts, body: &Bytes) -> Result<Fingerprint, UndecodableBody> {
-        let uri = original_uri(head);
-        let mut framed = Framed(Vec::with_capacity(256));
-        framed.part(head.method.as_str().as_bytes());
-        framed.part(uri.path().as_bytes());
-        match uri.query() {
-            Some(query) => framed.part(query.as_bytes()),
-            None => framed.absent(),
-        }
-        framed.field(&head.headers, &header::CONTENT_TYPE, essence);
-        framed.field(&head.headers, &header::CONTENT_ENCODING, <[u8]>::trim_ascii);
+        let mut framed = head_of(head);
         framed.length(body.len());
         let digest = Sha256::new().chain_update(framed.0).chain_update(body);
         Ok(Fingerprint::from_bytes(digest.finalize().into()))
@@ -85,6 +91,22 @@ impl FingerprintScheme for KeyOnly {
     fn fingerprint(&self, _: &Parts, _: &Bytes) -> Result<Fingerprint, UndecodableBody> {
         Ok(Fingerprint::from_bytes([0; 32]))
     }
+}
+
+/// What counts of a request's head, in every scheme that looks at more than the key: method, path
+/// and query, Content-Type essence, Content-Encoding.
+fn head_of(head: &Parts) -> Framed {
+    let uri = original_uri(head);
+    let mut framed = Framed(Vec::with_capacity(256));
+    framed.part(head.method.as_str().as_bytes());
+    framed.part(uri.path().as_bytes());
+    match uri.query() {
+        Some(query) => framed.part(query.as_bytes()),
+        None => framed.absent(),
+    }
+    framed.field(&head.headers, &header::CONTENT_TYPE, essence);
+    framed.field(&head.headers, &header::CONTENT_ENCODING, <[u8]>::trim_ascii);
+    framed
 }
 
 /// The URI as the client sent it: nested routers rewrite the request's own.

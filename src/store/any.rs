@@ -8,7 +8,10 @@ use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes, Settled,
     Store, StoreError, Ticket,
 };
-use crate::record::{Record, RecordId};
+use crate::{
+    Scope,
+    record::{Record, RecordId},
+};
 
 type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
@@ -77,6 +80,7 @@ erase! {
         fn get / erased_get(id: &RecordId | &'a RecordId) -> Option<Record>;
         fn forget / erased_forget(id: &RecordId | &'a RecordId) -> bool;
         fn counts / erased_counts() -> Counts;
+        fn count_in / erased_count_in(scope: &Scope | &'a Scope, at_most: u64) -> u64;
         fn abandoned / erased_abandoned(after: Option<&Record> | Option<&'a Record>, limit: usize) -> Vec<Record>;
     }
     Checkpoints {

@@ -1,5 +1,7 @@
 //! The protocol over a bounded map, for tests and single processes.
 
+mod scopes;
+
 use std::{
     cmp::Reverse,
     collections::{BinaryHeap, HashMap},
@@ -12,16 +14,24 @@ use std::{
 };
 
 use bytes::Bytes;
+use tokio::task::yield_now;
 
+use self::scopes::Scopes;
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Clock, Completion, Counts, Inspect, Lifetimes,
     Settled, Store, StoreError, StoreErrorKind, SystemClock, Ticket, check_checkpoint,
     protocol::{self, Leases},
 };
-use crate::record::{Owner, Record, RecordId, State, Timestamp};
+use crate::{
+    Scope,
+    record::{Owner, Record, RecordId, State, Timestamp},
+};
 
 /// What a record costs beside its variable parts, for the limit on bytes.
 const RECORD_OVERHEAD: usize = 512;
+
+/// How many records are freed at most before others get their turn.
+const PURGE_STEP: usize = 1024;
 
 /// Keeps records in this process's memory: for tests, and for services of one process that may
 /// forget everything when it ends.
@@ -35,7 +45,7 @@ const RECORD_OVERHEAD: usize = 512;
 /// bytes may be exceeded by the responses of the runs in progress. Expired records are freed by
 /// every claim a little, and by the layer's background task without any claim.
 ///
-/// Nothing here awaits, so dropping a future loses nothing.
+/// No operation awaits another, so dropping a future loses nothing.
 #[derive(Clone)]
 pub struct MemoryStore {
     shared: Arc<Shared>,
@@ -56,6 +66,7 @@ struct Shared {
 struct Data {
     /// Boxed, so that the table stays small and grows without moving the records themselves.
     slots: HashMap<RecordId, Box<Slot>>,
+    scopes: Scopes,
     leases: Leases,
     /// When to look at a record again. May name records that are gone or live longer by now.
     due: BinaryHeap<Reverse<(Timestamp, RecordId)>>,
@@ -189,6 +200,18 @@ impl MemoryStore {
         Ok((data, self.shared.options.clock.now()))
     }
 
+    /// `None` when there was so much to free that others come first.
+    fn try_count_in(&self, scope: &Scope) -> Result<Option<usize>, StoreError> {
+        let (mut data, now) = self.open()?;
+        if data.purge(PURGE_STEP, now) == PURGE_STEP {
+            return Ok(None);
+        }
+        Ok(Some(match scope.as_bytes().is_empty() {
+            true => data.slots.len() - data.scopes.records(),
+            false => data.scopes.count(scope),
+        }))
+    }
+
     fn data(&self) -> MutexGuard<'_, Data> {
         // Every change is complete before the lock is given up, even by a panic.
         self.shared
@@ -207,10 +230,16 @@ impl Data {
     ) -> R {
         let slot = self.slots.entry(id.clone()).or_default();
         self.bytes -= slot.bytes();
+        let was_there = slot.record.is_some();
         let (record, reply) =
             operation(slot.record.take(), &mut slot.checkpoints, &mut self.leases);
         slot.record = record;
         self.bytes += slot.bytes();
+        match (was_there, slot.record.is_some()) {
+            (false, true) => self.scopes.add(&id.scope),
+            (true, false) => self.scopes.remove(&id.scope),
+            _ => {}
+        }
         if slot.record.is_none() {
             self.slots.remove(id);
         }
@@ -272,6 +301,7 @@ impl Data {
         if self.due.capacity() > 4 * self.due.len() + 1024 {
             self.due.shrink_to_fit();
         }
+        self.scopes.shrink();
     }
 
     fn live(&self, now: Timestamp) -> impl Iterator<Item = &Record> {
@@ -296,7 +326,7 @@ impl Store for MemoryStore {
         let full =
             |data: &Data| data.slots.len() >= limits.max_records || data.bytes >= limits.max_bytes;
         if full(&data) && !data.slots.contains_key(&request.id) {
-            data.purge(1024, now);
+            data.purge(PURGE_STEP, now);
             if full(&data) {
                 return Err(StoreError::new(
                     StoreErrorKind::Full,
@@ -407,6 +437,17 @@ impl Inspect for MemoryStore {
             } += 1;
         }
         Ok(counts)
+    }
+
+    /// What is expired is freed first; then the number that is kept for each scope is that of the live
+    /// ones, and nothing is read through.
+    async fn count_in(&self, scope: &Scope, at_most: u64) -> Result<u64, StoreError> {
+        loop {
+            if let Some(count) = self.try_count_in(scope)? {
+                return Ok(at_most.min(count as u64));
+            }
+            yield_now().await;
+        }
     }
 
     async fn abandoned(

@@ -85,6 +85,11 @@
 //! 31. After `close` every operation answers [`StoreErrorKind::Closed`], and this instance's lease
 //!     is given up: claims it left running count as abandoned at once.
 //!
+//! **Limits per scope**
+//!
+//! 32. `count_in` counts the live records of one scope, in whatever state, and no further than
+//!     `at_most`. Expired ones are left out, purged or not, and no other scope counts.
+//!
 //! Store clocks decide (8, 11, 19, 21), never the caller's.
 
 mod any;
@@ -97,6 +102,9 @@ mod memory;
 #[cfg(feature = "postgres")]
 mod postgres;
 pub(crate) mod protocol;
+#[cfg(feature = "sealing")]
+mod sealed;
+pub(crate) mod sealed_form;
 #[cfg(feature = "sqlite")]
 mod sqlite;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
@@ -111,6 +119,8 @@ use http::StatusCode;
 
 #[cfg(feature = "postgres")]
 pub use self::postgres::{PostgresStore, PostgresStoreOptions};
+#[cfg(feature = "sealing")]
+pub use self::sealed::{InvalidSealingKey, SealedStore, SealingKey, SealingKeys};
 #[cfg(feature = "sqlite")]
 pub use self::sqlite::{Journal, SqliteStore, SqliteStoreOptions};
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
@@ -122,7 +132,10 @@ pub use self::{
 };
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use self::{group::Grouping, transactional::TransactionalStore};
-use crate::record::{Fingerprint, Length, Mode, Record, RecordId, Scheme, Token};
+use crate::{
+    Scope,
+    record::{Fingerprint, Length, Mode, Record, RecordId, Scheme, Token},
+};
 
 /// The path every request takes. The contract is in the [module documentation](self).
 ///
@@ -173,7 +186,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn close(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
-/// What an operator asks of a store (24–27).
+/// What an operator asks of a store (24–27), and the layer where it must not write (24, 32).
 pub trait Inspect: Store {
     /// The record of this scope and key, unless it is expired.
     fn get(&self, id: &RecordId)
@@ -186,6 +199,16 @@ pub trait Inspect: Store {
 
     /// How many records there are, by state.
     fn counts(&self) -> impl Future<Output = Result<Counts, StoreError>> + Send;
+
+    /// How many live records this scope has, in whatever state; `at_most` when there are as many or more
+    /// (32).
+    ///
+    /// Asked of busy scopes every few seconds, so it must not read more than it has to, nor hold up claims.
+    fn count_in(
+        &self,
+        scope: &Scope,
+        at_most: u64,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
     /// Abandoned records, oldest `created` first, at most `limit`; those after `after` in that
     /// order, when given.
@@ -482,6 +505,8 @@ pub enum StoreErrorKind {
     Schema,
     /// The value itself cannot be stored.
     Invalid,
+    /// The keys of a `SealedStore` are not those that the stored data were written with.
+    Keys,
     /// [`Store::close`] was called.
     Closed,
 }
@@ -538,11 +563,13 @@ impl std::error::Error for StoreError {
 ///
 /// # Errors
 ///
-/// [`StoreErrorKind::Invalid`], naming the limit. `saved` is how many *other* names there are.
+/// [`StoreErrorKind::Invalid`], naming the limit. `saved` is how many *other* names there are. A sealed value
+/// may be longer by what sealing has added: up to 106 bytes.
 pub fn check_checkpoint(name: &str, value: &[u8], saved: usize) -> Result<(), StoreError> {
+    let longest = MAX_CHECKPOINT_LEN + sealed_form::overhead(value);
     let message = if name.len() > MAX_CHECKPOINT_NAME_LEN {
         "a checkpoint's name may have at most 64 bytes"
-    } else if value.len() > MAX_CHECKPOINT_LEN {
+    } else if value.len() > longest {
         "a checkpoint's value may have at most 64 KiB; keep large things elsewhere and save a reference"
     } else if saved >= MAX_CHECKPOINTS {
         "a record may have at most 32 checkpoints"

@@ -23,6 +23,7 @@ use super::{
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew},
 };
 use crate::{
+    Scope,
     record::{Owner, Record, RecordId, Timestamp},
     transaction::Source,
 };
@@ -443,6 +444,24 @@ impl Inspect for PostgresStore {
                 abandoned: count(2)?,
                 released: count(3)?,
             })
+        })
+        .await
+    }
+
+    async fn count_in(&self, scope: &Scope, at_most: u64) -> Result<u64, StoreError> {
+        let scope = scope.clone();
+        self.alone(move |session| async move {
+            let text = session.instance.texts.count_in.clone();
+            let at_most = i64::try_from(at_most).unwrap_or(i64::MAX);
+            let counted = run(&mut session.patient(), text, |query| {
+                // Planned for this scope each time: one plan for all of them would be wrong for some.
+                query.bind(scope.as_bytes()).bind(at_most).persistent(false)
+            })
+            .await?;
+            let Some(row) = counted.rows.first() else {
+                return Ok(0);
+            };
+            Ok(u64::try_from(column::<i64>(row, 0)?).unwrap_or(0))
         })
         .await
     }

@@ -13,8 +13,8 @@ use tokio::{runtime::Handle, sync::Mutex};
 
 use self::{
     handlers::Handlers,
-    schema::Database,
-    statements::{ABANDONED, COUNT, decode, decode_id},
+    schema::{Database, Opened},
+    statements::{ABANDONED, COUNT, COUNT_IN, decode, decode_id},
     turns::Turns,
     writer::SqliteWriter,
 };
@@ -25,6 +25,7 @@ use super::{
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save},
 };
 use crate::{
+    Scope,
     record::{Owner, Record, RecordId, Timestamp},
     transaction::Source,
 };
@@ -106,6 +107,8 @@ struct Shared {
     instance: Arc<Instance>,
     /// Held by whoever reads through the whole table: one at a time.
     scan: Mutex<()>,
+    /// A connection to read through a scope with, for one at a time: scopes are asked for often.
+    counting: Mutex<Option<Opened>>,
 }
 
 /// What handles and writer both know.
@@ -125,8 +128,8 @@ pub enum Journal {
     /// shared memory, so no network disk.
     #[default]
     Wal,
-    /// A rollback journal, deleted at each commit. Slower, and [`counts`](Inspect::counts) and
-    /// [`abandoned`](Inspect::abandoned) hold commits up while they read.
+    /// A rollback journal, deleted at each commit. Slower, and [`counts`](Inspect::counts),
+    /// [`count_in`](Inspect::count_in) and [`abandoned`](Inspect::abandoned) hold commits up while they read.
     Delete,
 }
 
@@ -221,7 +224,8 @@ impl SqliteStoreOptions {
         Ok(SqliteStore(Arc::new(Shared {
             queue: Queue::start(SqliteWriter::new(instance.clone(), opened)),
             instance,
-            scan: Mutex::new(()),
+            scan: Mutex::default(),
+            counting: Mutex::default(),
         })))
     }
 }
@@ -278,6 +282,25 @@ impl SqliteStore {
             abandoned: count(2)?,
             released: count(3)?,
         })
+    }
+
+    async fn count_scope(&self, scope: &Scope, at_most: u64) -> Result<u64, Failure> {
+        let database = &self.0.instance.database;
+        let mut kept = self.0.counting.lock().await;
+        // Taken out meanwhile, so that one in the middle of something is never used again.
+        let opened = (kept.take()).filter(|opened| database.is_current(opened));
+        let mut opened = match opened {
+            Some(opened) => opened,
+            None => database.reader(database.busy_timeout()).await?,
+        };
+        let row = sqlx::query(COUNT_IN)
+            .bind(scope.as_bytes())
+            .bind(self.0.instance.clock.now().as_micros())
+            .bind(i64::try_from(at_most).unwrap_or(i64::MAX))
+            .fetch_one(&mut opened.connection)
+            .await?;
+        *kept = Some(opened);
+        Ok(u64::try_from(row.try_get::<i64, _>(0)?).unwrap_or(0))
     }
 
     async fn list_abandoned(
@@ -380,6 +403,8 @@ impl Store for SqliteStore {
     }
 
     async fn close(&self) -> Result<(), StoreError> {
+        // Before the writer's, so that this is not the one that has to put the log away.
+        drop(self.0.counting.lock().await.take());
         self.0.queue.close().await
     }
 }
@@ -397,6 +422,12 @@ impl Inspect for SqliteStore {
         self.0.queue.check_open()?;
         let _one_at_a_time = self.0.scan.lock().await;
         self.count().await.map_err(|failure| failure.error())
+    }
+
+    async fn count_in(&self, scope: &Scope, at_most: u64) -> Result<u64, StoreError> {
+        self.0.queue.check_open()?;
+        let counted = self.count_scope(scope, at_most).await;
+        counted.map_err(|failure| failure.error())
     }
 
     async fn abandoned(

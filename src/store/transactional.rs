@@ -2,19 +2,16 @@
 
 use std::sync::Arc;
 
-use super::{Checkpoints, Inspect, StoreError};
+use super::{Checkpoints, Completion, Inspect, Ticket};
 use crate::{
     TxDatabase, TxOptions,
-    bounded::Boxed,
-    record::{Record, RecordId},
-    store::Ticket,
-    transacted::{Transactor, Work},
+    transacted::{Recording, Transactor, Work},
     transaction::{Slot, Source},
 };
 
 /// A store whose records are completed in the transactions of handlers, as
 /// [`IdempotencyLayer::transactional`](crate::IdempotencyLayer::transactional) needs it: `PostgresStore`
-/// and `SqliteStore`. Sealed.
+/// and `SqliteStore`, and a `SealedStore` around either. Nobody else implements it.
 pub trait TransactionalStore: Inspect + Checkpoints + sealed::Sealed {
     /// The database of its transactions, as in `Tx<Postgres>`.
     type Database: TxDatabase;
@@ -23,12 +20,25 @@ pub trait TransactionalStore: Inspect + Checkpoints + sealed::Sealed {
 pub(crate) mod sealed {
     use std::sync::Arc;
 
+    use super::{Completion, Ticket};
     use crate::transaction::Source;
 
-    /// Where the store's transactions are begun.
+    /// Where the store's transactions are begun, and what is written in them.
     pub trait Sealed {
         #[doc(hidden)]
         fn begins(&self) -> Begins;
+
+        /// The ticket as the database knows it.
+        #[doc(hidden)]
+        fn stored_ticket(&self, ticket: &Ticket) -> Ticket {
+            ticket.clone()
+        }
+
+        /// What is written to the record of this ticket.
+        #[doc(hidden)]
+        fn stored_outcome(&self, _: &Ticket, done: Completion) -> Completion {
+            done
+        }
     }
 
     /// Opaque, and different for each database.
@@ -82,7 +92,7 @@ pub(crate) fn transactor<S: TransactionalStore>(
     }
 }
 
-fn transact<S: Inspect, DB: TxDatabase>(
+fn transact<S: TransactionalStore, DB: TxDatabase>(
     store: S,
     source: Arc<dyn Source<DB>>,
     options: TxOptions,
@@ -100,13 +110,24 @@ struct Transactions<S, DB: TxDatabase> {
     options: Arc<TxOptions>,
 }
 
-impl<S: Inspect, DB: TxDatabase> Transactor for Transactions<S, DB> {
+impl<S: TransactionalStore, DB: TxDatabase> Transactor for Transactions<S, DB> {
     fn work(&self, ticket: Option<&Ticket>) -> Arc<dyn Work> {
         let (source, options) = (self.source.clone(), self.options.clone());
-        Arc::new(Slot::new(source, options, ticket.cloned()))
+        let ticket = ticket.map(|ticket| self.store.stored_ticket(ticket));
+        Arc::new(Slot::new(source, options, ticket))
     }
 
-    fn find<'a>(&'a self, id: &'a RecordId) -> Boxed<'a, Result<Option<Record>, StoreError>> {
-        Box::pin(self.store.get(id))
+    fn stored(&self, recording: Recording) -> Recording {
+        let Recording {
+            ticket,
+            done,
+            lifetimes,
+        } = recording;
+        let done = self.store.stored_outcome(&ticket, done);
+        Recording {
+            ticket: self.store.stored_ticket(&ticket),
+            done,
+            lifetimes,
+        }
     }
 }

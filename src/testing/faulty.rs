@@ -12,7 +12,7 @@ use bytes::Bytes;
 use tokio::{sync::Notify, time::sleep};
 
 use crate::{
-    Record, RecordId,
+    Record, RecordId, Scope,
     store::{
         Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
         Settled, Store, StoreError, StoreErrorKind, Ticket,
@@ -34,6 +34,7 @@ pub enum Operation {
     Get,
     Forget,
     Counts,
+    CountIn,
     Abandoned,
     Save,
     Load,
@@ -287,6 +288,11 @@ impl<S: Inspect> Inspect for FaultyStore<S> {
 
     async fn counts(&self) -> Result<Counts, StoreError> {
         self.run(Operation::Counts, || self.inner.counts()).await
+    }
+
+    async fn count_in(&self, scope: &Scope, at_most: u64) -> Result<u64, StoreError> {
+        self.run(Operation::CountIn, || self.inner.count_in(scope, at_most))
+            .await
     }
 
     async fn abandoned(

@@ -211,6 +211,12 @@ caught! {
         a_close_that_keeps_the_lease_is_caught: KeepsItsLease,
         a_close_that_does_nothing_is_caught: IgnoresClose,
     }
+    32 c32_records_are_counted_by_scope {
+        a_count_of_all_scopes_is_caught: CountsEveryScope,
+        a_count_of_the_completed_only_is_caught: CountsTheCompletedOnly,
+        a_count_that_ignores_its_bound_is_caught: CountsPastTheEnd,
+        a_count_that_includes_expired_records_is_caught: CountsTheExpired,
+    }
 }
 
 /// The wrapper itself is no defect, or the tests above would prove nothing.

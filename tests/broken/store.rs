@@ -71,6 +71,10 @@ pub(crate) enum How {
     GetsTheCompleted,
     ForgetsTheCompleted,
     CountsTheLapsedAsRunning,
+    CountsEveryScope,
+    CountsTheCompletedOnly,
+    CountsPastTheEnd,
+    CountsTheExpired,
     ListsNewestFirst,
     ListsByTimeOnly,
     LoadsForAnybody,
@@ -244,7 +248,7 @@ impl Store for Broken {
                 *attempts += 1;
                 Claim::Won(request.ticket(*attempts))
             }
-            (How::Evicts, Claim::Won(ticket)) => {
+            (How::Evicts | How::CountsTheExpired, Claim::Won(ticket)) => {
                 let mut seen = self.shared.seen.lock().unwrap();
                 seen.insert(ticket.id.clone(), 1);
                 Claim::Won(ticket)
@@ -413,6 +417,32 @@ impl Inspect for Broken {
             counts.abandoned -= lapsed;
         }
         Ok(counts)
+    }
+
+    async fn count_in(&self, scope: &Scope, at_most: u64) -> Result<u64, StoreError> {
+        self.open()?;
+        let counts = self.inner.counts().await?;
+        match self.how {
+            How::CountsEveryScope => {
+                let all = counts.running + counts.completed + counts.abandoned + counts.released;
+                Ok(all.min(at_most))
+            }
+            How::CountsTheCompletedOnly => Ok(counts.completed.min(at_most)),
+            How::CountsPastTheEnd => self.inner.count_in(scope, u64::MAX).await,
+            How::CountsTheExpired => {
+                let mut claimed = self
+                    .shared
+                    .seen
+                    .lock()
+                    .unwrap()
+                    .keys()
+                    .cloned()
+                    .collect::<Vec<_>>();
+                claimed.retain(|id| id.scope == *scope);
+                Ok(at_most.min(claimed.len() as u64))
+            }
+            _ => self.inner.count_in(scope, at_most).await,
+        }
     }
 
     async fn abandoned(

@@ -45,6 +45,7 @@ async fn use_all(store: &PostgresStore) {
     let ticket = win(store, &replacing("all", ticket.token)).await;
     done(store.release(&ticket, DAY).await);
     assert_eq!(store.counts().await.unwrap().released, 1);
+    assert_eq!(store.count_in(&id("all").scope, 10).await.unwrap(), 1);
     let ticket = win(store, &replacing("all", ticket.token)).await;
     done(store.complete(&ticket, created(), lifetimes()).await);
     assert_eq!(store.purge(10).await.unwrap(), 0);

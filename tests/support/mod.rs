@@ -309,7 +309,7 @@ impl Handler {
     /// The same behind a layer.
     pub fn behind<S>(&self, layer: IdempotencyLayer<S>) -> Router
     where
-        S: tower_idempotency::store::Store + tower_idempotency::store::Checkpoints,
+        S: tower_idempotency::store::Inspect + tower_idempotency::store::Checkpoints,
     {
         self.router().route_layer(layer)
     }

@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use tower_idempotency::{
     IdempotencyKey, IdempotencyLayer, PostgresStore, Record, RecordId, Scope, SqliteStore, State,
     Tx, TxDatabase,
-    store::{Checkpoints, Inspect, Store, TransactionalStore},
+    store::{Checkpoints, Inspect, TransactionalStore},
 };
 
 use crate::support::{clock::TestClock, database::Database};
@@ -252,7 +252,7 @@ pub fn transactional<S: TransactionalStore>(store: &S) -> IdempotencyLayer<S> {
     plain(store).transactional()
 }
 
-pub fn plain<S: Store + Checkpoints>(store: &S) -> IdempotencyLayer<S> {
+pub fn plain<S: Inspect + Checkpoints>(store: &S) -> IdempotencyLayer<S> {
     IdempotencyLayer::new(store.clone())
         .single_tenant()
         .lease(LEASE)

@@ -20,7 +20,7 @@ use axum::{
 use tokio::{sync::Semaphore, task::JoinHandle, time::timeout};
 use tower_idempotency::{
     Idempotency, IdempotencyLayer, Tx, TxError,
-    store::{Checkpoints, Store},
+    store::{Checkpoints, Inspect},
 };
 
 use super::ground::Db;
@@ -35,7 +35,7 @@ pub const UNKNOWN: &str = "idempotency_outcome_unknown";
 /// A handler for every method on `/charges`.
 pub fn app<S, H, T>(layer: IdempotencyLayer<S>, handler: H) -> Router
 where
-    S: Store + Checkpoints,
+    S: Inspect + Checkpoints,
     H: Handler<T, ()>,
     T: 'static,
 {

@@ -164,6 +164,14 @@ FROM (SELECT clock_timestamp() AS now) clock CROSS JOIN LATERAL (
     WHERE r.expires IS NULL OR r.expires > clock.now
 ) live";
 
+/// `$1` is the scope, `$2` the limit. In the order of the primary key, and the time read in a subquery, so
+/// that it is read along that key, and no further than it has to.
+const COUNT_IN: &str = "SELECT count(*) FROM (
+    SELECT FROM idempotency_records r
+    WHERE r.scope = $1 AND (r.expires IS NULL OR r.expires > (SELECT clock_timestamp()))
+    ORDER BY r.key LIMIT $2
+) live";
+
 /// `$1` to `$3` are the place in the order after which to start, `$4` the limit.
 const ABANDONED: &str = concat!(
     "SELECT ",
@@ -348,6 +356,7 @@ pub(super) struct Texts {
     pub(super) purge_responses: SqlStr,
     pub(super) purge_owners: SqlStr,
     pub(super) count: SqlStr,
+    pub(super) count_in: SqlStr,
     pub(super) abandoned: SqlStr,
     pub(super) check: SqlStr,
     pub(super) given_up: SqlStr,
@@ -387,6 +396,7 @@ impl Texts {
             purge_responses: fixed(PURGE_RESPONSES),
             purge_owners: fixed(PURGE_OWNERS),
             count: fixed(COUNT),
+            count_in: fixed(COUNT_IN),
             abandoned: fixed(ABANDONED),
             check: fixed(CHECK),
             given_up: safe(GIVEN_UP),

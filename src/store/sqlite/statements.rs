@@ -155,6 +155,12 @@ FROM (
     WHERE expires IS NULL OR expires > ?1
 )";
 
+/// `?1` is the scope, `?2` now, `?3` the limit. By the index on scope and key: no further than it has to.
+pub(super) const COUNT_IN: &str = "SELECT count(*) FROM (
+    SELECT 1 FROM idempotency_records
+    WHERE scope = ?1 AND (expires IS NULL OR expires > ?2) LIMIT ?3
+)";
+
 /// `?1` is now, `?2` to `?4` the place in the order after which to start, `?5` the limit.
 pub(super) const ABANDONED: &str =
     "SELECT id, scope, key, scheme, fingerprint, token, r.owner, attempt, mode, state,

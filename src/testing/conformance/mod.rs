@@ -44,7 +44,7 @@ pub use self::{
     },
     inspecting::{
         c24_get_answers_live_records, c25_forget_fences_the_owner_off, c26_counts_count_by_state,
-        c27_abandoned_records_are_listed_in_pages,
+        c27_abandoned_records_are_listed_in_pages, c32_records_are_counted_by_scope,
     },
     leases::{
         c08_a_claim_is_alive_for_its_lease, c09_renewing_extends_the_instances_lease,
@@ -180,6 +180,7 @@ macro_rules! store_conformance {
             c29_what_is_acknowledged_is_visible_everywhere
             c30_dropped_futures_break_nothing
             c31_a_closed_store_gives_its_lease_up
+            c32_records_are_counted_by_scope
         }
     };
     (@tests $harness:ty; $($name:ident)*) => {

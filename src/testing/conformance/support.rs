@@ -213,6 +213,10 @@ impl<S: Inspect + Checkpoints> Tried<S> {
         self.answered("counts", self.store.counts().await)
     }
 
+    pub(super) async fn count_in(&self, scope: &Scope, at_most: u64) -> u64 {
+        self.answered("count_in", self.store.count_in(scope, at_most).await)
+    }
+
     pub(super) async fn abandoned(&self, after: Option<&Record>, limit: usize) -> Vec<Record> {
         self.answered("abandoned", self.store.abandoned(after, limit).await)
     }
