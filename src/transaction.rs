@@ -507,6 +507,19 @@ macro_rules! executor {
                     .inspect(move |done| slot.note_of(done))
                     .boxed()
             }
+
+            fn describe<'e>(
+                self,
+                sql: SqlStr,
+            ) -> BoxFuture<'e, Result<sqlx_core::describe::Describe<$database>, sqlx::Error>>
+            where
+                'c: 'e,
+            {
+                let slot = self.slot.clone();
+                async move { self.connection().await?.describe(sql).await }
+                    .inspect(move |done| slot.note_of(done))
+                    .boxed()
+            }
         }
     };
 }

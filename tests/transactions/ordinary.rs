@@ -7,7 +7,7 @@ use axum::{
     body::Body,
     http::{HeaderName, Request},
 };
-use sqlx::{Postgres, Sqlite};
+use sqlx::{Column, Executor, Postgres, Sqlite};
 use tower_idempotency::{SqliteStore, State, StoreFailure, Tx, TxError};
 
 use super::{ground::*, handlers::*};
@@ -162,3 +162,24 @@ async fn on_postgres_an_unprotected_run_has_an_ordinary_transaction() {
         assert_eq!(ground.effects("none").await, effects);
     }
 }
+
+/// What sqlx's macros ask of an executor, in a crate that uses them.
+macro_rules! a_statement_can_be_described {
+    ($name:ident, $database:ty) => {
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $name() {
+            let ground = Ground::<$database>::new().await;
+            let handler = |mut tx: Tx<$database>| async move {
+                let sql = sqlx::SqlStr::from_static("SELECT 1 AS one, 2 AS two");
+                let described = (&mut tx).describe(sql).await?;
+                let names = described.columns().iter().map(Column::name);
+                Ok::<_, TxError>(names.collect::<Vec<_>>().join(" "))
+            };
+            let app = app(ground.layer(), handler);
+            assert_eq!(send(&app, post("k", "A")).await.body, "one two");
+        }
+    };
+}
+
+a_statement_can_be_described!(a_statement_can_be_described_on_postgres, Postgres);
+a_statement_can_be_described!(a_statement_can_be_described_on_sqlite, Sqlite);
