@@ -6,6 +6,8 @@ mod support;
 
 #[path = "gateway/keys.rs"]
 mod keys;
+#[path = "gateway/paths.rs"]
+mod paths;
 #[cfg(unix)]
 #[path = "gateway/process.rs"]
 mod process;

@@ -1,8 +1,9 @@
 //! The merchant API of a payment gateway: `cargo run --features sealing --example gateway`.
 //!
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (gateway.db; the nonces have a
-//! file of their own beside it), `LEASE_MS` (30000), `TTL_MS` (604800000, which is seven days), `SEALING_KEY`
-//! (64 hexadecimal digits; by default one that everybody knows), `RUST_LOG` (warn).
+//! file of their own beside it), `LEASE_MS` (30000), `TTL_MS` (604800000, which is seven days; a key lives as long
+//! as this said when it was used), `SEALING_KEY` (64 hexadecimal digits; by default one that everybody knows),
+//! `RUST_LOG` (warn).
 //!
 //! `service` holds what a request goes through, and says why in that order.
 
@@ -57,7 +58,7 @@ async fn serve() -> Result<(), Failure> {
     let database: String = variable("DATABASE", "gateway.db", "the path of a file")?;
     let lease: NonZeroU32 = variable("LEASE_MS", "30000", "a whole number from 1")?;
     let ttl: NonZeroU64 = variable("TTL_MS", "604800000", "a whole number from 1")?;
-    let key: SealingKey = variable("SEALING_KEY", DEMO_KEY, "64 hexadecimal digits")?;
+    let key = sealing_key()?;
     let lease = Duration::from_millis(lease.get().into());
     let ttl = Duration::from_millis(ttl.get());
 
@@ -136,6 +137,13 @@ fn variable<T: FromStr>(name: &str, default: &str, expected: &str) -> Result<T, 
     value.ok_or_else(|| Failure(2, format!("{name} must be {expected}")))
 }
 
+/// What is wrong with a key its own error says best, and shows nothing of it.
+fn sealing_key() -> Result<SealingKey, Failure> {
+    let digits: String = variable("SEALING_KEY", DEMO_KEY, "64 hexadecimal digits")?;
+    let key = digits.parse::<SealingKey>();
+    key.map_err(|error| Failure(2, format!("SEALING_KEY: {error}")))
+}
+
 /// Commands to try, with this process's address and id.
 fn print_tour(address: SocketAddr) {
     let tour = TOUR.replace("URL", &format!("http://{address}/v1/pay/deposits"));
@@ -158,7 +166,8 @@ order dep-1 25000
 order dep-1 99
 # 3. A retry while the first attempt is still running.
 order dep-2 500 -H 'X-Simulate-Delay-Ms: 3000' & sleep 1; order dep-2 500; wait
-# 4. A key whose lifetime is over: an order of its own, and no mark. Start this again with TTL_MS=1000.
+# 4. A key whose lifetime is over: an order of its own, and no mark. Stop this, remove its files (gateway.db*), and
+#    start it with TTL_MS=1000.
 order dep-3 500; sleep 2; order dep-3 500
 
 # No key; no credential.
@@ -178,9 +187,10 @@ printf '\211PNG\r\n\032\n' > slip.png
 slip -H 'Content-Type: image/png' --data-binary @slip.png
 slip -F image=@slip.png
 slip -H 'Content-Type: application/json' -d '{"image_base64":"iVBORw0KGgo"}'
+rm slip.png
 
 # Pull the plug after the row and before the answer: there is no row. Start this again, and send the retry: in
-# flight until the lease of the dead process (LEASE_MS) is over, and then one order.
+# flight until the lease of the dead process is over (its LEASE_MS; by default 30 s), and then one order.
 order dep-6 900 -H 'X-Simulate-Delay-Ms: 4000' & sleep 1; kill -9 PID; wait
 order dep-6 900
 "#;

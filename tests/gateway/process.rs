@@ -176,6 +176,34 @@ async fn killed_before_it_answered_the_gateway_has_done_nothing_and_the_retry_do
     assert_eq!(deposits(&process).await, 2);
 }
 
+#[test]
+fn a_sealing_key_that_is_none_is_refused_with_the_reason_and_not_shown() {
+    let zeros = "0".repeat(64);
+    let no_hex = format!("{}0g", "9d".repeat(31));
+    let wrong = [
+        (&*zeros, "zero"),
+        ("9d9d9d", "64 hexadecimal digits, not 6"),
+        (&no_hex, "0-9 and a-f"),
+        ("", "64 hexadecimal digits"),
+    ];
+    for (key, reason) in wrong {
+        let files = Files::new();
+        let mut command = Command::new(binary());
+        command
+            // Nobody's address (RFC 5737 §3), so that it ends even if it takes the key.
+            .env("LISTEN", "192.0.2.1:0")
+            .env("DATABASE", files.database())
+            .env("SEALING_KEY", key);
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.starts_with("gateway: SEALING_KEY"), "{said}");
+        assert!(said.contains(reason), "{said}");
+        assert!(key.is_empty() || !said.contains(key), "{said}");
+        assert!(!files.database().exists());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn told_to_stop_the_gateway_ends_what_it_has_begun() {
     let files = Files::new();

@@ -96,6 +96,54 @@ async fn what_a_handler_refuses_is_refused_for_good_under_that_key() {
     assert_runs(&gateway.send(&order("k9", 25_000)).await, 201);
 }
 
+// It may be a secret in the wrong place, and refusals are logged by clients and kept by the layer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_sent_is_never_quoted_back() {
+    let gateway = Gateway::open().await;
+    let json = |body: &str| order("k", 1).body(body);
+    let order_of = |amount: &str, currency: &str, ip: &str| {
+        json(&format!(
+            r#"{{"merchant_reference":"A","amount_minor":{amount},"currency":{currency},"client":{{"ip":{ip}}}}}"#
+        ))
+    };
+    let wrong = [
+        (400, json(r#"{"SENSITIVE"#)),
+        (400, json("SENSITIVE")),
+        (
+            415,
+            json("SENSITIVE").header("content-type", "text/SENSITIVE"),
+        ),
+        (422, json(r#""SENSITIVE""#)),
+        (422, json(r#"["SENSITIVE"]"#)),
+        (422, order_of(r#""SENSITIVE""#, r#""THB""#, r#""::1""#)),
+        (422, order_of("1", r#""SENSITIVE""#, r#""::1""#)),
+        (422, order_of("1", r#"["SENSITIVE"]"#, r#""::1""#)),
+        (422, order_of("1", r#""THB""#, r#""SENSITIVE""#)),
+        // As little as a number may be one.
+        (422, order_of("\"16180339\"", r#""THB""#, r#""::1""#)),
+        (422, order_of("16180339.5", r#""THB""#, r#""::1""#)),
+        (422, order_of("1", "16180339", r#""::1""#)),
+    ];
+    for (number, (status, wrong)) in wrong.into_iter().enumerate() {
+        let sent = String::from_utf8(wrong.body.clone()).unwrap();
+        let reply = gateway.send(&wrong.key(&format!("k-{number}"))).await;
+        let expected = (status, "request_invalid".to_owned());
+        assert_eq!(refused(&reply), expected, "{sent}");
+        let said = String::from_utf8(reply.body.clone()).unwrap();
+        for secret in ["SENSITIVE", "16180339"] {
+            assert!(!said.contains(secret), "{sent}: {said}");
+        }
+        let expects = match status {
+            415 => "application/json",
+            400 => "JSON",
+            _ if said.contains("\"member\"") => "currency",
+            _ => "merchant_reference",
+        };
+        let message = body(&reply)["error"]["message"].clone();
+        assert!(message.as_str().unwrap().contains(expects), "{message}");
+    }
+}
+
 // On our side, that is: nothing of it is the last word.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_fails_is_rolled_back_and_leaves_the_key_free() {
@@ -139,6 +187,19 @@ async fn the_amount_11500_shows_a_reused_key_and_leaves_nothing_behind() {
     let keyless = order("k", 11_500).without("idempotency-key");
     let keyless = gateway.send(&keyless).await;
     assert_eq!(refused(&keyless).1, "idempotency_key_required");
+    // What is no key belongs to no order, so it cannot have been used for another one.
+    let mut twice = order("k", 11_500);
+    twice.headers.push(("idempotency-key", "k".to_owned()));
+    let long = "k".repeat(256);
+    for malformed in ["a,b", "\"open", "", &long].map(|key| order(key, 11_500)) {
+        let malformed = gateway.send(&malformed).await;
+        let invalid = (400, "idempotency_key_invalid".to_owned());
+        assert_eq!(refused(&malformed), invalid);
+    }
+    let twice = gateway.send(&twice).await;
+    assert_eq!(refused(&twice).1, "idempotency_key_invalid");
+    let quoted = gateway.send(&order("\"k\"", 11_500)).await;
+    assert_eq!(refused(&quoted).1, "idempotency_key_reused");
     let outsider = gateway.send(&order("k", 11_500).by("nobody")).await;
     assert_eq!(refused(&outsider).0, 401);
     // The key is free.

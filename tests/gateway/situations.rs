@@ -155,3 +155,53 @@ async fn a_key_whose_lifetime_is_over_runs_as_new() {
     // From here on it is the new order's.
     assert_replays(&gateway.send(&order("k", 25_000)).await, &anew);
 }
+
+// The layer's record and the order's row have to agree on it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_lives_as_long_as_was_said_when_it_was_used() {
+    let short = Terms {
+        ttl: Duration::from_millis(50),
+        ..Terms::default()
+    };
+    let files = short.files.clone();
+    let gateway = Gateway::on(short).await;
+    let first = gateway.send(&order("k", 25_000)).await;
+    assert_runs(&first, 201);
+    let ordered = Ordered::of(&first);
+    let slip = ordered.slip("s", "image/png", &b"\x89PNG\r\n\x1a\n"[..]);
+    assert_runs(&gateway.send(&slip).await, 201);
+    gateway.close().await;
+
+    // A longer life is that of the keys to come.
+    let longer = Terms {
+        files: files.clone(),
+        ..Terms::default()
+    };
+    let gateway = Gateway::on(longer).await;
+    for call in [order("k", 25_000), slip] {
+        let begun = Instant::now();
+        let mut again = gateway.send(&call).await;
+        while again.is_replay() {
+            assert!(begun.elapsed() < Duration::from_secs(20), "it never ends");
+            again = gateway.send(&call).await;
+        }
+        assert_runs(&again, 201);
+        assert_ne!(body(&again)["id"], ordered.id);
+    }
+    assert_eq!(gateway.count("deposits").await, 2);
+    assert_eq!(gateway.count("slips").await, 2);
+    let lose = sqlx::query("DELETE FROM idempotency_records").execute(&gateway.ledger);
+    assert!(lose.await.unwrap().rows_affected() > 0);
+    gateway.close().await;
+
+    // And so is a shorter one: what was promised for a week stands for a week.
+    let shorter = Terms {
+        files,
+        ttl: Duration::from_millis(1),
+        ..Terms::default()
+    };
+    let gateway = Gateway::on(shorter).await;
+    let again = gateway.send(&order("k", 25_000)).await;
+    assert_eq!(refused(&again), (409, "already_done".to_owned()));
+    assert_eq!(gateway.count("deposits").await, 2);
+}

@@ -4,8 +4,10 @@ use std::{net::IpAddr, time::Duration};
 
 use axum::{
     Extension, Json,
-    extract::{FromRequest, Path, Query, Request, State, rejection::QueryRejection},
-    http::{StatusCode, header::LOCATION},
+    extract::{
+        FromRequest, FromRequestParts, Path, Query, Request, State, rejection::QueryRejection,
+    },
+    http::{StatusCode, header::LOCATION, request::Parts},
     response::{IntoResponse, Response},
 };
 use jiff::Timestamp;
@@ -74,6 +76,20 @@ impl<S: Send + Sync> FromRequest<S> for Order {
     }
 }
 
+/// The order that a path names.
+pub struct DepositId(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for DepositId {
+    type Rejection = Refused;
+
+    /// What is not UTF-8 is no order's id, and is answered like any other that is none.
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refused> {
+        let id = Path::from_request_parts(parts, state).await;
+        let Path(id) = id.map_err(|_| Refused::missing())?;
+        Ok(Self(id))
+    }
+}
+
 /// Makes an order. 201, or 202 where the money has to be found first: the replay of a 202 is a picture of the
 /// past, and how the order stands now is asked with GET.
 pub async fn create(
@@ -116,7 +132,7 @@ pub async fn create(
 pub async fn show(
     State(service): State<Service>,
     Extension(merchant): Extension<Merchant>,
-    Path(id): Path<String>,
+    DepositId(id): DepositId,
 ) -> Result<Response, Refused> {
     let deposit = ledger::find(&service.ledger, &merchant, &id).await?;
     let deposit = deposit.ok_or_else(Refused::missing)?;

@@ -18,10 +18,11 @@ pub struct Action<'a> {
 }
 
 impl Action<'_> {
-    /// Rows made before this belong to a life of the key that is over.
-    fn horizon(&self) -> i64 {
+    /// The end of the key's life. Kept in the row, as the layer keeps it in its record: so both go by what was said
+    /// when the key was used, also where it is said otherwise by now.
+    fn key_until(&self) -> i64 {
         let ttl = i64::try_from(self.ttl.as_millis()).unwrap_or(i64::MAX);
-        self.at.as_millisecond().saturating_sub(ttl)
+        self.at.as_millisecond().saturating_add(ttl)
     }
 }
 
@@ -57,21 +58,24 @@ pub async fn create(tx: &mut Tx, action: Action<'_>, deposit: &Deposit) -> Resul
     // After its lifetime a key runs as new, and so it must here.
     let free = sqlx::query(
         "UPDATE deposits SET idempotency_key = NULL
-         WHERE merchant = ? AND idempotency_key = ? AND created_at_ms <= ?",
+         WHERE merchant = ? AND idempotency_key = ? AND key_until_ms <= ?",
     );
     let free = free.bind(action.merchant.id).bind(action.key);
-    free.bind(action.horizon()).execute(&mut *tx).await?;
+    let free = free.bind(action.at.as_millisecond());
+    free.execute(&mut *tx).await?;
 
     let insert = sqlx::query(
-        "INSERT INTO deposits (id, merchant, idempotency_key, merchant_reference, amount_minor,
-                               currency, client_ip, created_at_ms, upload_token_sha256)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+        "INSERT INTO deposits (id, merchant, idempotency_key, key_until_ms, merchant_reference,
+                               amount_minor, currency, client_ip, created_at_ms,
+                               upload_token_sha256)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
          ON CONFLICT (merchant, idempotency_key) DO NOTHING",
     );
     let insert = insert
         .bind(&deposit.id)
         .bind(action.merchant.id)
         .bind(action.key)
+        .bind(action.key_until())
         .bind(&deposit.merchant_reference)
         .bind(deposit.amount_minor)
         .bind(&deposit.currency)
@@ -132,15 +136,16 @@ pub struct Slip<'a> {
 pub async fn take_in(tx: &mut Tx, action: Action<'_>, slip: &Slip<'_>) -> Result<(), Refused> {
     let free = sqlx::query(
         "UPDATE slips SET idempotency_key = NULL
-         WHERE merchant = ? AND idempotency_key = ? AND received_at_ms <= ?",
+         WHERE merchant = ? AND idempotency_key = ? AND key_until_ms <= ?",
     );
     let free = free.bind(action.merchant.id).bind(action.key);
-    free.bind(action.horizon()).execute(&mut *tx).await?;
+    let free = free.bind(action.at.as_millisecond());
+    free.execute(&mut *tx).await?;
 
     let insert = sqlx::query(
-        "INSERT INTO slips (id, deposit, merchant, idempotency_key, note, content_type, image,
-                            received_at_ms)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+        "INSERT INTO slips (id, deposit, merchant, idempotency_key, key_until_ms, note,
+                            content_type, image, received_at_ms)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
          ON CONFLICT (merchant, idempotency_key) DO NOTHING",
     );
     let insert = insert
@@ -148,6 +153,7 @@ pub async fn take_in(tx: &mut Tx, action: Action<'_>, slip: &Slip<'_>) -> Result
         .bind(slip.deposit)
         .bind(action.merchant.id)
         .bind(action.key)
+        .bind(action.key_until())
         .bind(slip.note)
         .bind(slip.content_type)
         .bind(slip.image)

@@ -5,6 +5,7 @@
 //! | step | refuses with | where |
 //! | --- | --- | --- |
 //! | gets an id | – | [`request_id`] |
+//! | is there such a path, and has it this method | 404, 405 | [`app`] |
 //! | who is it; not too fast; body read; signature; nonce | 400, 401, 413, 429 | [`authentication`] |
 //! | upload token of a slip | 403, 404 | [`slips::check_token`] |
 //! | an amount that asks for a refusal | 409 | [`sandbox`] |
@@ -12,7 +13,8 @@
 //! | the handler, in a transaction | 400, 409, 413, 415, 422 | [`deposits`], [`slips`] |
 //!
 //! All that is a matter of credentials comes before the layer, so that one who was shut out gets 401 and not a
-//! replay, which would carry an upload token. And a 429 never comes as far as the key.
+//! replay, which would carry an upload token. And a 429 never comes as far as the key. What paths and methods there
+//! are is no secret, so that is told to everybody.
 //!
 //! # Why transactional
 //!
@@ -31,6 +33,7 @@ use axum::{
     middleware::{from_fn, from_fn_with_state},
     routing::{get, post},
 };
+use refused::Refused;
 use sqlx::{
     Sqlite, SqlitePool,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
@@ -110,6 +113,9 @@ pub fn app(service: Service, layer: IdempotencyLayer<Records>) -> Router {
     ];
     deposits
         .merge(slips)
+        // After the layers above, so that none of them has to do with a request that is nobody's.
+        .method_not_allowed_fallback(async || Refused::method())
+        .fallback(async || Refused::path())
         .layer(from_fn(refused::render))
         .layer(TraceLayer::new_for_http())
         .layer(SetSensitiveRequestHeadersLayer::new(secret))

@@ -97,6 +97,17 @@ impl Refused {
         Self::new(StatusCode::NOT_FOUND, "not_found", message)
     }
 
+    pub fn path() -> Self {
+        let message = "There is no such path. All begin with /v1/pay/deposits.";
+        Self::new(StatusCode::NOT_FOUND, "not_found", message)
+    }
+
+    pub fn method() -> Self {
+        let message = "This path does not have this method. Allow names those that it has.";
+        let status = StatusCode::METHOD_NOT_ALLOWED;
+        Self::new(status, "method_not_allowed", message)
+    }
+
     pub fn upload_token() -> Self {
         let message =
             "Send the upload token of this deposit order as PG-Upload-Token, before it expires.";
@@ -134,9 +145,23 @@ impl Refused {
     }
 }
 
+const NO_JSON_TYPE: &str = "Send the order as JSON, and say so: Content-Type: application/json.";
+const NO_JSON: &str = "The body is not JSON. An order is one JSON object.";
+const NO_ORDER: &str = "The body is not an order. It must be a JSON object of merchant_reference (a string), amount_minor (a whole number), currency (a string) and client (an object of ip, an IP address as a string), each of them once.";
+
+/// An order that cannot be read. The rejection's own text is not shown: it quotes the body, which may have a secret
+/// in the wrong place.
 impl From<JsonRejection> for Refused {
     fn from(rejection: JsonRejection) -> Self {
-        Self::new(rejection.status(), "request_invalid", rejection.body_text())
+        let status = rejection.status();
+        let message = match rejection {
+            JsonRejection::MissingJsonContentType(_) => NO_JSON_TYPE,
+            JsonRejection::JsonSyntaxError(_) => NO_JSON,
+            JsonRejection::JsonDataError(_) => NO_ORDER,
+            // The body was read by the authentication, whole and within its limit.
+            _ => return Self::body_incomplete(),
+        };
+        Self::new(status, "request_invalid", message)
     }
 }
 

@@ -5,12 +5,12 @@ use std::{convert::Infallible, time::Duration};
 use axum::{
     body::{Body, to_bytes},
     extract::{FromRequestParts, Request, State},
-    http::{Method, request::Parts},
+    http::{HeaderMap, Method, request::Parts},
     middleware::Next,
     response::Response,
 };
 use serde::Deserialize;
-use tower_idempotency::{IdempotencyLayer, Rejection};
+use tower_idempotency::{IdempotencyLayer, KeyFormat, Rejection};
 
 use super::{DEPOSIT_BODY, Records};
 
@@ -23,14 +23,13 @@ struct Amount {
 }
 
 /// The layer's own refusal, without its cause. Just outside the layer, so that nothing is recorded and the key
-/// is free afterwards; a request without a key is none that the layer would refuse for this.
+/// is free afterwards; a request without a key, or with what is none, is not one that the layer would refuse for this.
 pub async fn reused_on_demand(
     State(layer): State<IdempotencyLayer<Records>>,
     request: Request,
     next: Next,
 ) -> Response {
-    let has_key = request.headers().contains_key("idempotency-key");
-    if !has_key || request.method() != Method::POST {
+    if !has_key(request.headers()) || request.method() != Method::POST {
         return next.run(request).await;
     }
     let (head, body) = request.into_parts();
@@ -48,6 +47,15 @@ pub async fn reused_on_demand(
     }
     let request = Request::from_parts(head, Body::from(body));
     next.run(request).await
+}
+
+/// Whether the layer would take it: one line, in the format of its profile.
+fn has_key(headers: &HeaderMap) -> bool {
+    let mut lines = headers.get_all("idempotency-key").iter();
+    let (Some(line), None) = (lines.next(), lines.next()) else {
+        return false;
+    };
+    KeyFormat::any().parse(line.as_bytes()).is_ok()
 }
 
 /// The header `X-Simulate-Delay-Ms`: time to send a duplicate, to hang up, or to pull the plug. Handlers wait

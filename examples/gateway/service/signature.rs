@@ -1,4 +1,8 @@
 //! What a merchant's signature is over.
+//!
+//! Signature and nonce are optional here, so that the demonstration can be tried with curl. That way they protect
+//! nobody: who can change a request on its way can take them off as well, and it passes unsigned. Where they are to
+//! protect, a request without them must be refused.
 
 use axum::http::{HeaderMap, request::Parts};
 use hmac::{Hmac, KeyInit, Mac};
@@ -23,8 +27,11 @@ pub fn is_valid(signature: &[u8], secret: &[u8], head: &Parts, body: &[u8]) -> b
 }
 
 /// Five lines: method, path with query, idempotency key, nonce, and the SHA-256 of the body in hexadecimal. What
-/// is absent is an empty line. The key is in it, so that nobody on the way can make a retry of what was none;
-/// the nonce, so that the same attempt cannot be sent twice.
+/// is absent is an empty line. The key is in it, so that a signed request whose key was changed on its way is
+/// refused, and does not run as another action; the nonce, so that a signed attempt that has one passes only once.
+///
+/// Content-Type is not among it. Who changes it can have the same bytes read as something else: a slip's JSON as a
+/// form, say. That is refused wherever the bytes do not fit, but by their reader and not by the signature.
 fn text(head: &Parts, body: &[u8]) -> Vec<u8> {
     let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
     let body: String = Sha256::digest(body)

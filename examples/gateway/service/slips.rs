@@ -2,7 +2,7 @@
 
 use axum::{
     Extension, Json,
-    extract::{FromRequest, Path, Request, State},
+    extract::{FromRequest, Request, State},
     http::StatusCode,
     middleware::Next,
     response::{IntoResponse, Response},
@@ -13,7 +13,7 @@ use tower_idempotency::Idempotency;
 
 use super::{
     Service, Tx,
-    deposits::{now, rfc3339},
+    deposits::{DepositId, now, rfc3339},
     ledger::{self, Action},
     merchants::Merchant,
     refused::Refused,
@@ -32,7 +32,7 @@ const LONGEST_NOTE: usize = 1_000;
 pub async fn check_token(
     State(service): State<Service>,
     Extension(merchant): Extension<Merchant>,
-    Path(id): Path<String>,
+    DepositId(id): DepositId,
     request: Request,
     next: Next,
 ) -> Result<Response, Refused> {
@@ -51,7 +51,7 @@ pub async fn check_token(
 pub async fn upload(
     State(service): State<Service>,
     Extension(merchant): Extension<Merchant>,
-    Path(deposit): Path<String>,
+    DepositId(deposit): DepositId,
     idempotency: Idempotency,
     delay: Delay,
     mut tx: Tx,

@@ -3,6 +3,7 @@ CREATE TABLE IF NOT EXISTS deposits (
     merchant            TEXT    NOT NULL,
     -- Empty again once the key's lifetime is over.
     idempotency_key     BLOB,
+    key_until_ms        INTEGER NOT NULL,
     merchant_reference  TEXT    NOT NULL,
     amount_minor        INTEGER NOT NULL CHECK (amount_minor > 0),
     currency            TEXT    NOT NULL,
@@ -20,6 +21,7 @@ CREATE TABLE IF NOT EXISTS slips (
     deposit         TEXT    NOT NULL REFERENCES deposits,
     merchant        TEXT    NOT NULL,
     idempotency_key BLOB,
+    key_until_ms    INTEGER NOT NULL,
     note            TEXT,
     content_type    TEXT    NOT NULL,
     image           BLOB    NOT NULL,
