@@ -21,9 +21,9 @@ use support::*;
 use tokio::task::LocalSet;
 use tower::{Service, service_fn};
 use tower_idempotency::{
-    Idempotency, IdempotencyLayer, IdempotencyStatus, InFlight, KeyFormat, KeyOnly, MemoryStore,
-    Retain, Retention,
-    testing::{assert_idempotent, assert_idempotent_with_keys},
+    Fingerprint, Idempotency, IdempotencyLayer, IdempotencyStatus, InFlight, KeyFormat, KeyOnly,
+    MemoryStore, Retain, Retention, UndecodableBody, fingerprint_fn,
+    testing::{assert_idempotent, assert_idempotent_with_keys, assert_idempotent_with_other_body},
 };
 
 fn keyed() -> axum::http::Request<Body> {
@@ -54,6 +54,35 @@ every_store! {
         let app = handler.behind(IdempotencyLayer::new(world.open().await).single_tenant());
         assert_idempotent(app, keyed()).await;
         assert_eq!(handler.effects(), 3);
+    }
+
+    async fn it_passes_a_scheme_that_cannot_read_what_is_appended(world: World) {
+        let store = world.open().await;
+        let scheme = fingerprint_fn("json-only-v1", |_, body: &Bytes| {
+            let json = serde_json::from_slice::<serde_json::Value>(body);
+            let json = json.map_err(|_| UndecodableBody("no JSON"))?;
+            Ok(Fingerprint::of([json.to_string()]))
+        });
+        let layer = IdempotencyLayer::new(store).single_tenant().fingerprint(scheme);
+        assert_idempotent(Handler::new().behind(layer), keyed()).await;
+    }
+
+    #[cfg(feature = "multipart")]
+    async fn with_another_body_of_ones_own_it_passes_a_service_that_compares_forms(world: World) {
+        let layer = IdempotencyLayer::new(world.open().await).single_tenant();
+        let layer = layer.fingerprint(tower_idempotency::MultipartParts::new());
+        let app = Handler::new().behind(layer);
+        let form = |amount: u8| {
+            format!("--x\r\ncontent-disposition: form-data; name=\"amount\"\r\n\r\n{amount}\r\n--x--\r\n")
+        };
+        let request = || {
+            let request = Request::post("/charges").header("idempotency-key", "any");
+            let request = request.header("content-type", "multipart/form-data; boundary=x");
+            request.body(Body::from(form(1))).unwrap()
+        };
+        assert_idempotent_with_other_body(app.clone(), request(), form(2)).await;
+        // What is appended makes no other form.
+        assert!(complaint(app, request()).await.contains("with another body"));
     }
 
     async fn it_passes_slow_handlers_and_waiting_layers(world: World) {

@@ -19,12 +19,14 @@ const KEY: HeaderName = HeaderName::from_static("idempotency-key");
 /// 1. twice: the second answer must be the first one again, marked as a replay;
 /// 2. eight times at once: exactly one may run, the others are told to wait or get its answer;
 /// 3. and dropped halfway, then again until it is answered: the key must end up with one answer;
-/// 4. with another body under a used key: it must be refused.
+/// 4. with another body under a used key, the same with something appended: it must be refused, as a reused key
+///    or as a body that cannot be read.
 ///
 /// The request must be one the service accepts (2xx), with an `Idempotency-Key`. The fresh keys are
 /// UUIDs, quoted when the given key is. For another header, or keys of another form, there is
-/// [`assert_idempotent_with_keys`]. The effect happens about three times, under three keys. Needs a
-/// tokio runtime with time enabled. Services that let the key alone decide
+/// [`assert_idempotent_with_keys`]; for a service to which what is appended makes no other body, such as one
+/// that compares forms by their parts, [`assert_idempotent_with_other_body`]. The effect happens about three
+/// times, under three keys. Needs a tokio runtime with time enabled. Services that let the key alone decide
 /// ([`KeyOnly`](crate::KeyOnly)) do not pass: they accept another body.
 ///
 /// ```
@@ -54,14 +56,39 @@ where
     B: http_body::Body<Data = Bytes>,
     B::Error: Debug,
 {
+    let keys = keys_like(&request);
+    assert_idempotent_with_keys(app, request, KEY, keys).await;
+}
+
+/// The same as [`assert_idempotent`], with this as the other body.
+///
+/// # Panics
+///
+/// Like [`assert_idempotent`].
+pub async fn assert_idempotent_with_other_body<S, B>(
+    app: S,
+    request: Request<Body>,
+    other: impl Into<Bytes>,
+) where
+    S: Service<Request<Body>, Response = Response<B>> + Clone,
+    S::Error: Debug,
+    B: http_body::Body<Data = Bytes>,
+    B::Error: Debug,
+{
+    let keys = keys_like(&request);
+    let probe = Probe::new(app, request, KEY).await;
+    probe.assert_idempotent(keys, other.into()).await;
+}
+
+/// Fresh keys in the spelling of the request's own.
+fn keys_like(request: &Request<Body>) -> impl FnMut() -> String + use<> {
     let given = request.headers().get(KEY);
     let given = given.expect("assert_idempotent: the request needs an Idempotency-Key header");
     let quoted = given.as_bytes().starts_with(b"\"");
-    let keys = || {
+    move || {
         let key = fresh_uuid();
         if quoted { format!("\"{key}\"") } else { key }
-    };
-    assert_idempotent_with_keys(app, request, KEY, keys).await;
+    }
 }
 
 /// The same as [`assert_idempotent`], with the key in the given header, and with keys from `keys`,
@@ -74,45 +101,17 @@ pub async fn assert_idempotent_with_keys<S, B>(
     app: S,
     request: Request<Body>,
     header: HeaderName,
-    mut keys: impl FnMut() -> String,
+    keys: impl FnMut() -> String,
 ) where
     S: Service<Request<Body>, Response = Response<B>> + Clone,
     S::Error: Debug,
     B: http_body::Body<Data = Bytes>,
     B::Error: Debug,
 {
-    let (head, body) = request.into_parts();
-    let body = body.collect().await.expect("a readable body").to_bytes();
-    let probe = Probe {
-        app,
-        head,
-        header,
-        body,
-    };
-    let mut key = || HeaderValue::try_from(keys()).expect("a key that is a header value");
-
-    let used = key();
-    let first = probe.send(&used, &probe.body).await;
-    assert!(
-        first.status.is_success() && !first.replay,
-        "sent once, the request must be accepted and run, but it was answered {first:?}"
-    );
-    let second = probe.send(&used, &probe.body).await;
-    second.assert_repeats(&first, "sent twice");
-
+    let probe = Probe::new(app, request, header).await;
     let mut other = probe.body.to_vec();
     other.extend(b" (another body)");
-    let reused = probe.send(&used, &Bytes::from(other)).await;
-    assert_eq!(
-        reused.did,
-        Some(IdempotencyStatus::Reused),
-        "with another body under the same key the request must be refused, but it was answered {reused:?}"
-    );
-    let third = probe.send(&used, &probe.body).await;
-    third.assert_repeats(&first, "sent again after another body was refused");
-
-    probe.at_once(&key()).await;
-    probe.dropped_halfway(&key()).await;
+    probe.assert_idempotent(keys, other.into()).await;
 }
 
 /// A random UUID (RFC 9562 §5.4).
@@ -144,6 +143,44 @@ where
     B: http_body::Body<Data = Bytes>,
     B::Error: Debug,
 {
+    async fn new(app: S, request: Request<Body>, header: HeaderName) -> Self {
+        let (head, body) = request.into_parts();
+        let body = body.collect().await.expect("a readable body").to_bytes();
+        Self {
+            app,
+            head,
+            header,
+            body,
+        }
+    }
+
+    async fn assert_idempotent(&self, mut keys: impl FnMut() -> String, other: Bytes) {
+        let mut key = || HeaderValue::try_from(keys()).expect("a key that is a header value");
+
+        let used = key();
+        let first = self.send(&used, &self.body).await;
+        assert!(
+            first.status.is_success() && !first.replay,
+            "sent once, the request must be accepted and run, but it was answered {first:?}"
+        );
+        let second = self.send(&used, &self.body).await;
+        second.assert_repeats(&first, "sent twice");
+
+        let refused = self.send(&used, &other).await;
+        assert!(
+            matches!(
+                refused.did,
+                Some(IdempotencyStatus::Reused | IdempotencyStatus::Invalid)
+            ),
+            "with another body under the same key the request must be refused, but it was answered {refused:?}"
+        );
+        let third = self.send(&used, &self.body).await;
+        third.assert_repeats(&first, "sent again after another body was refused");
+
+        self.at_once(&key()).await;
+        self.dropped_halfway(&key()).await;
+    }
+
     fn request(&self, key: &HeaderValue, body: &Bytes) -> Request<Body> {
         let mut head = self.head.clone();
         head.headers.insert(self.header.clone(), key.clone());

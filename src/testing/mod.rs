@@ -12,7 +12,9 @@ pub mod conformance;
 mod faulty;
 
 pub use self::{
-    assertion::{assert_idempotent, assert_idempotent_with_keys},
+    assertion::{
+        assert_idempotent, assert_idempotent_with_keys, assert_idempotent_with_other_body,
+    },
     clock::FakeClock,
     faulty::{Fault, FaultyStore, Operation, Times},
 };
