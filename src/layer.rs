@@ -447,7 +447,7 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     ///
     /// # Panics
     ///
-    /// When the scheme's name is longer than 64 bytes.
+    /// When the scheme's name is longer than 64 bytes or has control characters.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, KeyOnly, MemoryStore};
@@ -461,9 +461,14 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
 
     /// Registers an older scheme: records written under it are compared under it. Default none.
     ///
+    /// Where instances of two versions run side by side for a while, those of the earlier one meet records
+    /// of the new scheme as well. So change it in two steps: first deploy `.fingerprint(old).also_accept(new)`
+    /// everywhere, then `.fingerprint(new).also_accept(old)`; and remove the old one one
+    /// [`ttl`](Self::ttl) later.
+    ///
     /// # Panics
     ///
-    /// When the scheme's name is longer than 64 bytes.
+    /// When the scheme's name is longer than 64 bytes or has control characters.
     ///
     /// ```
     /// # use tower_idempotency::{ExactRequest, IdempotencyLayer, KeyOnly, MemoryStore};
@@ -600,7 +605,8 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
 
     /// Which further response headers are not kept, beside those that are not anyway: Date,
     /// Set-Cookie, WWW-Authenticate, Proxy-Authenticate, Authentication-Info,
-    /// Proxy-Authentication-Info, Access-Control-*, hop-by-hop and framing headers, and the marker.
+    /// Proxy-Authentication-Info, Access-Control-*, hop-by-hop and framing headers, the marker,
+    /// `Idempotency-Status`, and what [`replay_provenance`](Self::replay_provenance) tells.
     ///
     /// ```
     /// # use axum::http;
@@ -615,7 +621,7 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
 
     /// Which response headers are not kept, **in place of** the list above: what is not named is
     /// kept and replayed, cookies, credentials and CORS headers included. Hop-by-hop and framing
-    /// headers and the marker are never kept.
+    /// headers, the marker and its kin are never kept.
     ///
     /// ```
     /// # use axum::http;
@@ -809,9 +815,15 @@ fn coverable(option: &str, methods: impl IntoIterator<Item = Method>) -> Vec<Met
 }
 
 fn check_scheme(option: &str, scheme: &impl FingerprintScheme) {
+    let name = scheme.name();
     assert!(
-        scheme.name().len() <= 64,
+        name.len() <= 64,
         "{option}: the scheme's name must have at most 64 bytes"
+    );
+    // Some databases keep no text with a NUL in it.
+    assert!(
+        !name.contains(char::is_control),
+        "{option}: the scheme's name must have no control characters"
     );
 }
 

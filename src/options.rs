@@ -186,9 +186,9 @@ impl Options {
     ) -> Response<Body> {
         response.extensions_mut().insert(status);
         if self.status_header || status == IdempotencyStatus::Unprotected {
-            response
-                .headers_mut()
-                .insert(STATUS_HEADER, HeaderValue::from_static(status.as_str()));
+            let said = HeaderValue::from_static(status.as_str());
+            // A handler may have filled the map to its brim: its answer is worth more than this.
+            let _ = response.headers_mut().try_insert(STATUS_HEADER, said);
         }
         response
     }

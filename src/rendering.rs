@@ -114,7 +114,7 @@ impl RenderRejection for ProblemJson {
 /// ```
 ///
 /// `type` is the same for all. `retry_after_seconds` is null where sending again cannot help, `request_id`
-/// where the request has none. `details` stands only where there is something to say:
+/// where the request has none, or where its run was ended by [`drain`](crate::IdempotencyLayer::drain). `details` stands only where there is something to say:
 /// `original_request_id` when a key is reused, `original_status` when the first answer was not kept.
 /// `Retry-After` and `Link` are as with [`ProblemJson`].
 ///

@@ -277,15 +277,20 @@ impl Default for SkippedHeaders {
 
 impl SkippedHeaders {
     /// Which of these headers are kept. Hop-by-hop and framing fields describe this one message on
-    /// this one connection (RFC 9110 §7.6.1): kept, they would corrupt the replay, so they are
+    /// this one connection (RFC 9110 §7.6.1): kept, they would corrupt the replay. What says what an
+    /// idempotency layer did, such as that of an upstream service, would be wrong on it. So both are
     /// skipped whatever is configured.
     pub(crate) fn keeps<'a>(&'a self, headers: &'a HeaderMap) -> impl Fn(&HeaderName) -> bool + 'a {
         let names_some = headers.contains_key(header::CONNECTION);
         move |name| {
-            let framing = matches!(
+            let of_this_message = matches!(
                 name.as_str(),
                 "connection"
                     | "content-length"
+                    | "idempotency-key-expires"
+                    | "idempotency-original-date"
+                    | "idempotency-original-request-id"
+                    | "idempotency-status"
                     | "keep-alive"
                     | "proxy-connection"
                     | "te"
@@ -293,10 +298,11 @@ impl SkippedHeaders {
                     | "transfer-encoding"
                     | "upgrade"
             );
-            let of_this_connection = framing || names_some && named_by_connection(headers, name);
+            let of_this_message =
+                of_this_message || names_some && named_by_connection(headers, name);
             let of_this_origin =
                 self.access_control && name.as_str().starts_with("access-control-");
-            !of_this_connection && !of_this_origin && !self.names.contains(name)
+            !of_this_message && !of_this_origin && !self.names.contains(name)
         }
     }
 }

@@ -141,6 +141,8 @@ fn a_name_that_a_store_could_not_keep_panics_when_the_layer_is_built() {
     assert!(fingerprint.contains("at most 64 bytes"), "{fingerprint}");
     let also_accept = refusal(|layer| layer.also_accept(fingerprint_fn("x".repeat(65), lines)));
     assert!(also_accept.starts_with("also_accept: "), "{also_accept}");
+    let control = refusal(|layer| layer.fingerprint(fingerprint_fn("a\0b", lines)));
+    assert!(control.contains("no control characters"), "{control}");
 }
 
 /// Live records hold these digests.

@@ -392,6 +392,31 @@ every_store! {
         }
     }
 
+    async fn changed_in_two_steps_no_version_refuses_a_retry_of_the_other(world: World) {
+        for upgrade in upgrades() {
+            let handler = Handler::new();
+            let router = handler.router();
+            let old = Deploy::old(&world, &router).await;
+            let prepared = Deploy::of(&world, &router, upgrade.also_accept).await;
+            let new = Deploy::new(&world, &router, &upgrade).await;
+            // Each step has the instances before and after it side by side, and a retry may reach either.
+            for (step, before, after) in [(1, &old, &prepared), (2, &prepared, &new)] {
+                for (turn, first, second) in [("up", before, after), ("down", after, before)] {
+                    let key = format!("{}-{step}-{turn}", upgrade.scheme);
+                    let answer = first.post(&key, upgrade.body).await;
+                    assert_ran(&answer);
+                    assert_replays(&second.post(&key, upgrade.body).await, &answer);
+                    assert_said(&second.post(&key, upgrade.other).await, 409, REUSED);
+                }
+            }
+            // In one step the earlier instances do not know what the new ones have written.
+            let key = format!("{}-at-once", upgrade.scheme);
+            assert_ran(&new.post(&key, upgrade.body).await);
+            assert_said(&old.post(&key, upgrade.body).await, 409, REUSED);
+            assert_eq!(handler.effects(), 5);
+        }
+    }
+
     async fn another_list_of_ignored_members_is_another_scheme(world: World) {
         let narrow = || CanonicalJson::new().ignoring(["/at"]);
         let wide = || CanonicalJson::new().ignoring(["/at", "/client"]);

@@ -24,10 +24,10 @@ use crate::record::{Fingerprint, Scheme};
 /// Two requests with one key and equal fingerprints are attempts of one action; a different
 /// fingerprint is refused as a reused key. The scheme's name is stored beside the digest. Change
 /// the rule and you must change the name; keep the old rule registered with
-/// [`also_accept`](crate::IdempotencyLayer::also_accept) for as long as its records live, or the
-/// honest retries of a deploy are refused.
+/// [`also_accept`](crate::IdempotencyLayer::also_accept), which says how, for as long as its records live, or
+/// the honest retries of a deploy are refused.
 pub trait FingerprintScheme: Send + Sync + 'static {
-    /// The name stored with each digest, with a version in it; at most 64 bytes.
+    /// The name stored with each digest, with a version in it; at most 64 bytes, no control characters.
     fn name(&self) -> Scheme;
 
     /// The digest of this request.
