@@ -6,7 +6,7 @@ mod support;
 use std::{
     fmt::{Debug, Display, Write as _},
     io,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -16,7 +16,7 @@ use axum::{
     http::{HeaderValue, Response, StatusCode},
 };
 use bytes::Bytes;
-use support::*;
+use support::{logs::Written, *};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_idempotency::{
     AnyStore, ExactRequest, FingerprintScheme, Idempotency, IdempotencyKey, IdempotencyLayer,
@@ -30,7 +30,6 @@ use tower_idempotency::{
     CanonicalJson, Fingerprint, MultipartParts, Profile, SealedStore, SealingKey, SealingKeys,
     fingerprint_fn,
 };
-use tracing_subscriber::fmt::{MakeWriter, format::FmtSpan};
 
 const KEY: &str = "k3y-s3cret";
 const SCOPE: &str = "sc0pe-s3cret";
@@ -74,50 +73,6 @@ fn the_search_finds_what_is_shown() {
         );
     }
     assert_redacted("it", "nothing of the kind");
-}
-
-/// Everything any crate of this process has logged, at every level.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn of_everything() -> Self {
-        static LOG: OnceLock<Log> = OnceLock::new();
-        let log = LOG.get_or_init(|| {
-            let log = Log::default();
-            tracing_subscriber::fmt()
-                .with_max_level(tracing::Level::TRACE)
-                .with_span_events(FmtSpan::FULL)
-                .with_ansi(false)
-                .with_writer(log.clone())
-                .init();
-            log
-        });
-        log.clone()
-    }
-
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl MakeWriter<'_> for Log {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        self.clone()
-    }
 }
 
 /// A request of which everything but the path is secret.
@@ -164,7 +119,7 @@ fn handler() -> Handler {
 
 every_store! {
     async fn no_secret_is_logged_whatever_happens(world: World) {
-        let log = Log::of_everything();
+        let log = Written::everywhere();
         let store = world.open().await;
         let layer = IdempotencyLayer::new(store.clone())
             .scope(|_| Some(Scope::new(SCOPE)))
@@ -328,7 +283,7 @@ every_store! {
     #[cfg(all(feature = "multipart", feature = "sealing"))]
     async fn no_secret_of_schemes_limits_and_sealed_records_is_logged_or_shown(world: World) {
         const FORM: &str = "multipart/form-data; boundary=b0undary";
-        let log = Log::of_everything();
+        let log = Written::everywhere();
         let mut shown = String::new();
         let inner = world.open().await;
         let sealed = async |writes: u8| {

@@ -1,53 +1,6 @@
 //! Upload tokens: in the answer to an order and in its replays, and nowhere else.
 
-use std::{
-    io,
-    sync::{Arc, Mutex},
-};
-
-use tracing_subscriber::fmt::{MakeWriter, format::FmtSpan};
-
-use crate::shop::*;
-
-/// Everything any crate of this process logs, at every level.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn start() -> Self {
-        let log = Self::default();
-        tracing_subscriber::fmt()
-            .with_max_level(tracing::Level::TRACE)
-            .with_span_events(FmtSpan::FULL)
-            .with_ansi(false)
-            .with_writer(log.clone())
-            .init();
-        log
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        self.0.lock().unwrap().clone()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl MakeWriter<'_> for Log {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        self.clone()
-    }
-}
+use crate::{shop::*, support::logs::Written};
 
 fn holds(bytes: &[u8], text: &str) -> bool {
     bytes
@@ -57,7 +10,7 @@ fn holds(bytes: &[u8], text: &str) -> bool {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_upload_token_is_neither_in_the_files_nor_in_the_log() {
-    let log = Log::start();
+    let log = Written::everywhere();
     let gateway = Gateway::open().await;
     let attempt = order("k3y", 25_000).header("pg-nonce", "n0nce").signed();
     let first = gateway.send(&attempt).await;

@@ -1,17 +1,12 @@
 //! How keys are given, and that they are never shown.
 
-use std::{
-    io,
-    panic::catch_unwind,
-    sync::{Arc, Mutex},
-};
+use std::panic::catch_unwind;
 
 use tower_idempotency::{MemoryStore, SealedStore, SealingKey, SealingKeys, store::Inspect};
-use tracing_subscriber::fmt::MakeWriter;
 
 use crate::{
     common::*,
-    support::{World, post, send},
+    support::{World, logs::Written, post, send},
 };
 
 #[test]
@@ -79,28 +74,6 @@ fn ids_and_keys_that_would_be_mistaken_are_refused_at_once() {
     let _ = SealingKeys::new("k".repeat(64), NEW).also_opens("!", OLD);
 }
 
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl MakeWriter<'_> for Log {
-    type Writer = Self;
-
-    fn make_writer(&self) -> Self {
-        self.clone()
-    }
-}
-
 #[track_caller]
 fn assert_redacted(text: &str) {
     let lower = text.to_lowercase();
@@ -132,13 +105,7 @@ async fn debug_shows_ids_and_no_keys() {
 
 #[tokio::test]
 async fn no_key_and_nothing_sealed_is_logged_at_any_level() {
-    let log = Log::default();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::TRACE)
-        .with_ansi(false)
-        .with_writer(log.clone())
-        .finish();
-    let _guard = tracing::subscriber::set_default(subscriber);
+    let (log, _guard) = Written::of_this_thread();
     for world in World::each() {
         let handler = secretive();
         let right = handler.behind(layer(&open(&world, hashing()).await));
@@ -152,7 +119,7 @@ async fn no_key_and_nothing_sealed_is_logged_at_any_level() {
         let record = open(&world, hashing()).await.get(&id("k3y-s3cret")).await;
         assert_redacted(&format!("{record:?}"));
     }
-    let text = String::from_utf8_lossy(&log.0.lock().unwrap()).into_owned();
+    let text = log.text();
     assert!(
         text.contains("does not open") && text.contains("replayed"),
         "the log is deaf"

@@ -2,6 +2,7 @@
 
 use std::{
     fmt::{Debug, Write},
+    io,
     sync::{Arc, Mutex, OnceLock},
 };
 
@@ -12,6 +13,7 @@ use tracing::{
 };
 use tracing_subscriber::{
     Registry,
+    fmt::{MakeWriter, format::FmtSpan},
     layer::{Context, Layer, SubscriberExt},
     registry::LookupSpan,
 };
@@ -114,5 +116,65 @@ impl Visit for Line {
             "message" => write!(self.0, "{value:?} "),
             name => write!(self.0, "{name}={value:?} "),
         };
+    }
+}
+
+/// The log as text, as a service writes it with everything turned on.
+#[derive(Clone, Default)]
+pub struct Written(Arc<Mutex<Vec<u8>>>);
+
+impl Written {
+    /// Everything any crate of this process has logged, at every level.
+    pub fn everywhere() -> Self {
+        static WRITTEN: OnceLock<Written> = OnceLock::new();
+        let written = WRITTEN.get_or_init(|| {
+            let written = Written::default();
+            tracing::subscriber::set_global_default(written.subscriber()).unwrap();
+            written
+        });
+        written.clone()
+    }
+
+    /// Everything of this thread, until the guard is dropped.
+    pub fn of_this_thread() -> (Self, DefaultGuard) {
+        let written = Written::default();
+        let guard = tracing::subscriber::set_default(written.subscriber());
+        (written, guard)
+    }
+
+    fn subscriber(&self) -> impl Subscriber + Send + Sync + use<> {
+        tracing_subscriber::fmt()
+            .with_max_level(Level::TRACE)
+            .with_span_events(FmtSpan::FULL)
+            .with_ansi(false)
+            .with_writer(self.clone())
+            .finish()
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().clone()
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes()).into_owned()
+    }
+}
+
+impl io::Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for Written {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
     }
 }
