@@ -126,7 +126,6 @@
 //! - `postgres`: `PostgresStore`, records in Postgres, for services on many machines.
 //! - `multipart`: `MultipartParts`, a fingerprint of forms that does not mind a fresh boundary.
 //! - `sealing`: `SealedStore`, which encrypts what a store keeps.
-//! - `sealing`: `SealedStore`, a wrapper around any store that encrypts responses at rest.
 //! - `testing`: `assert_idempotent`, a clock that stands still, a store that fails as told, and the
 //!   conformance suite for those who write a store.
 //!
