@@ -500,7 +500,6 @@ every_store! {
         }
     }
 
-    // X2
     // H6
     async fn the_envelope_of_a_gateway_says_what_a_problem_says(world: World) {
         let envelope = ErrorEnvelope::new().member("hint", |rejection| match rejection {
@@ -628,6 +627,7 @@ every_store! {
         assert_eq!(handler.effects(), 1);
     }
 
+    // X2
     async fn reuse_names_this_request_and_the_one_that_holds_the_key(world: World) {
         let handler = Handler::new();
         let layer = layer(world.open().await).request_id_header(HeaderName::from_static("x-correlation-id"));
