@@ -400,9 +400,9 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// How many records one scope may have at once, running and completed ones together, until they
-    /// expire. Beyond it a new key gets 429 `idempotency_limit_reached`, with `Retry-After: 60`; a key that
-    /// has its record is served as ever. Other scopes are not affected. Default: no limit.
+    /// How many records one scope may have at once, in whatever state, until they expire. Beyond it a new
+    /// key gets 429 `idempotency_limit_reached`, with `Retry-After: 60`; a key that has its record is served
+    /// as ever. Other scopes are not affected. Default: no limit.
     ///
     /// Without [`scope`](Self::scope) everybody shares one scope, and this is a limit for all together.
     /// It counts what the store has under a scope, whichever layer wrote it, and it is kept for this layer
@@ -410,14 +410,29 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     ///
     /// **It is soft.** The store is asked beside the requests: when a scope is first seen, and then at most
     /// every 10 s while it is in use ([`count_in`](Inspect::count_in)). In between, the layer adds what it
-    /// claims itself. So a scope may get past its limit by the claims that are under way while the store is
-    /// asked, and by what other instances claim in 10 s. A scope that has room again, because records have
-    /// expired, were released or forgotten, gets in within 10 s. Nothing is known of a scope before the
-    /// first answer, nor while the store fails to give one: then it is not limited. Of at most 10 000
-    /// scopes, the ones used last, anything is remembered.
+    /// claims itself. So a scope may get past its limit by what is claimed while the store counts, and by
+    /// what other instances claim in 10 s. A scope that has room again, because records have expired, were
+    /// released or forgotten, gets in within 10 s. Of at most 10 000 scopes, the ones used last, anything is
+    /// remembered.
     ///
-    /// An answer is counted record by record, up to the limit: a few microseconds for each in a database,
-    /// nothing in memory. So a limit of a million is a question of seconds.
+    /// **While counts fail** the last one holds until 60 s after it was made. Then nothing is known of the
+    /// scope any more, as before its first count: it is not limited until a count succeeds. A count that
+    /// takes longer than 60 s has failed.
+    ///
+    /// **Abandoned records count and never expire**, unless [`abandoned_ttl`](Self::abandoned_ttl) is set: they do
+    /// take room, and what their runs did is unknown. A scope whose fill is made of them is refused for
+    /// good. So set `abandoned_ttl`, or settle them: [`Inspect::abandoned`] lists them, and
+    /// [`Inspect::forget`] removes one whose effect has been looked up.
+    ///
+    /// **A count reads record by record**, up to the limit. Limits of some hundred thousand are counted in
+    /// well under a second by an optimised build: on two slow cores SQLite took 0.03 s for 100 000 records
+    /// and 0.2 s for a million (1.2 s when nothing of the file was in memory), Postgres 0.6 s and 1.8 s;
+    /// [`MemoryStore`](crate::MemoryStore) reads nothing. SQLite takes some twenty times as long while more
+    /// than 100 000 expired records wait for their purge. After each count, also one that failed, its scope is not
+    /// counted again for nine times as long as that took, so no scope is counted for more than a tenth of
+    /// the time. A count of more than about a second makes all the times of 10 s above that much longer:
+    /// that is the ceiling of a sensible limit. It goes on in the background for as long as it takes;
+    /// a request waits for it only at the limit, and for at most [`store_timeout`](Self::store_timeout).
     ///
     /// Below the limit a request costs no further question to the store. At the limit it costs one, before
     /// its body is read: whether the key has a record. Where the store cannot tell, the answer is 503, also

@@ -29,14 +29,25 @@ use crate::{
 /// again.
 const MAX_SCOPES: usize = 10_000;
 
-/// How long a sample is good for.
+/// How long a sample is good for, at least.
 const FRESH: Duration = Duration::from_secs(10);
+
+/// How many times as long as a count took there is none of the same scope, so that counting it takes a
+/// tenth of the time, whatever its limit.
+const PAUSES: u32 = 9;
+
+/// How long a count may take. Not [`store_timeout`](crate::IdempotencyLayer::store_timeout): what is given
+/// up then would be begun again, and never end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long a count is believed while those after it fail.
+const BELIEVED: Duration = Duration::from_secs(60);
 
 /// How many questions there are in the background at once. Whoever finds all places taken asks with its
 /// next request.
 const MAX_QUESTIONS: usize = 2;
 
-/// How long nothing is asked after a question that failed.
+/// How long nothing is asked after a question that failed, of any scope.
 const REST: Duration = Duration::from_secs(1);
 
 /// The limit of a layer and its clones, and what they know of their scopes.
@@ -54,7 +65,7 @@ pub(crate) struct ScopeLimit {
 struct Known {
     recent: HashMap<Scope, Sample>,
     older: HashMap<Scope, Sample>,
-    /// Questions in the background.
+    /// Those who take a place.
     questions: usize,
     rests_until: Option<Instant>,
 }
@@ -67,6 +78,9 @@ struct Sample {
     answer: u64,
     /// Records made since, less those freed.
     since: i64,
+    /// Set while the store fails to say more.
+    believed_until: Option<Instant>,
+    counted_at: Instant,
     stale_from: Instant,
     is_asked: bool,
 }
@@ -78,14 +92,17 @@ impl Sample {
             counted: None,
             answer: 0,
             since: 0,
+            believed_until: None,
+            counted_at: now,
             stale_from: now,
             is_asked: false,
         }
     }
 
-    fn is_full(&self, records: u64) -> bool {
+    fn is_full(&self, records: u64, now: Instant) -> bool {
         let counted = self.counted;
-        counted.is_some_and(|counted| counted.saturating_add_signed(self.since) >= records)
+        (self.believed_until).is_none_or(|until| now < until)
+            && counted.is_some_and(|counted| counted.saturating_add_signed(self.since) >= records)
     }
 }
 
@@ -144,8 +161,8 @@ impl ScopeLimit {
         let rests = known.rests_until.is_some_and(|until| now < until);
         let is_busy = known.questions >= MAX_QUESTIONS;
         let sample = known.sample(scope, now);
-        let is_full = sample.is_full(self.records);
-        // Whoever would be refused asks for itself, and so is not held up by others.
+        let is_full = sample.is_full(self.records, now);
+        // Whoever would be refused needs no place, and so is not held up by others.
         let may_ask = !rests && (is_full || !is_busy);
         let news = match sample.is_asked {
             true => News::Awaited,
@@ -156,7 +173,7 @@ impl ScopeLimit {
                 News::ToBeAsked(Question {
                     limit: self.clone(),
                     scope: scope.clone(),
-                    in_background: !is_full,
+                    has_place: !is_full,
                 })
             }
         };
@@ -164,19 +181,28 @@ impl ScopeLimit {
         Standing { is_full, news }
     }
 
-    fn know(&self, scope: &Scope, count: u64) {
+    fn know(&self, scope: &Scope, count: u64, took: Duration) {
+        let now = Instant::now();
         let mut known = self.known();
         let answer = self.answers.fetch_add(1, Ordering::SeqCst) + 1;
         if let Some(sample) = known.find(scope) {
             sample.counted = Some(count);
             sample.answer = answer;
             sample.since = 0;
-            sample.stale_from = Instant::now() + FRESH;
+            sample.believed_until = None;
+            sample.counted_at = now;
+            sample.stale_from = now + FRESH.max(took * PAUSES);
         }
     }
 
-    fn rest(&self) {
-        self.known().rests_until = Some(Instant::now() + REST);
+    fn fail(&self, scope: &Scope, took: Duration) {
+        let now = Instant::now();
+        let mut known = self.known();
+        known.rests_until = Some(now + REST);
+        if let Some(sample) = known.find(scope) {
+            sample.believed_until = Some(sample.counted_at + BELIEVED);
+            sample.stale_from = now + REST.max(took * PAUSES);
+        }
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -216,19 +242,24 @@ impl Known {
 struct Question {
     limit: Arc<ScopeLimit>,
     scope: Scope,
-    in_background: bool,
+    /// Whether it is one of the few that may be under way at once.
+    has_place: bool,
 }
 
 impl Question {
-    /// Without an answer what was known goes on to hold.
-    async fn ask<S: Inspect>(self, store: &S, patience: Duration) {
+    /// Without an answer what was known goes on to hold, for a while.
+    async fn ask<S: Inspect>(self, store: &S) {
+        let begun = Instant::now();
         let counted = store.count_in(&self.scope, self.limit.records);
-        match within(patience, counted).await {
-            Some(Ok(count)) => self.limit.know(&self.scope, count),
+        let counted = within(PATIENCE, counted).await;
+        // What it took counts whether it was the store's work or a wait in its line: then it is busy.
+        let took = begun.elapsed();
+        match counted {
+            Some(Ok(count)) => self.limit.know(&self.scope, count, took),
             failed => {
                 let error = failed.and_then(Result::err);
                 observe::store_failed(Operation::CountIn, error.as_ref());
-                self.limit.rest();
+                self.limit.fail(&self.scope, took);
             }
         }
     }
@@ -237,7 +268,7 @@ impl Question {
 impl Drop for Question {
     fn drop(&mut self) {
         let mut known = self.limit.known();
-        known.questions -= usize::from(self.in_background);
+        known.questions -= usize::from(self.has_place);
         if let Some(sample) = known.find(&self.scope) {
             sample.is_asked = false;
         }
@@ -265,10 +296,11 @@ impl<S: Inspect> Engine<S> {
         Ok(())
     }
 
+    /// No request takes its question along when it ends, or a count that takes longer would never end.
     fn ask_in_background(&self, question: Question) {
         if let Ok(runtime) = Handle::try_current() {
-            let (store, patience) = (self.store.clone(), self.options.store_timeout);
-            runtime.spawn(async move { question.ask(&store, patience).await });
+            let store = self.store.clone();
+            runtime.spawn(async move { question.ask(&store).await });
         }
     }
 
@@ -288,16 +320,22 @@ impl<S: Inspect> Engine<S> {
         // Nobody is refused for what was true a while ago. This is the one place where a request waits
         // for a sample, instead of being sent away at once.
         let fresh = within(patience, async {
+            let mut has_asked = false;
             loop {
                 let mut answered = pin!(limit.answered.notified());
                 answered.as_mut().enable();
-                let standing = limit.look(&id.scope);
-                match standing.news {
-                    _ if !standing.is_full => return Ok(()),
-                    News::None => return Err(Rejection::LimitReached),
-                    News::Awaited => answered.await,
-                    News::ToBeAsked(question) => question.ask(&self.store, patience).await,
+                let Standing { is_full, news } = limit.look(&id.scope);
+                match news {
+                    _ if !is_full => return Ok(()),
+                    News::Awaited => {}
+                    // Once: a runtime that is shutting down drops every question at once.
+                    News::ToBeAsked(question) if !has_asked => {
+                        has_asked = true;
+                        self.ask_in_background(question);
+                    }
+                    News::ToBeAsked(_) | News::None => return Err(Rejection::LimitReached),
                 }
+                answered.await;
             }
         });
         fresh.await.unwrap_or(Err(Rejection::LimitReached))

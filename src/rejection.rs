@@ -52,7 +52,8 @@ use crate::{IdempotencyStatus, InvalidKey, RejectionContext, UndecodableBody};
 /// ## idempotency_limit_reached
 /// Status 429 with `Retry-After`. Too many keys are live for this caller, and this one is not among them:
 /// send the same again, same key, once older ones have expired. Keys that were used before are served as
-/// ever.
+/// ever. Keys whose outcome is unknown are among the live ones, and may never expire by themselves: whoever
+/// has many of them asks the service to settle them.
 ///
 /// ## idempotency_body_too_large
 /// Status 413. The body is larger than the service reads for a keyed request.
@@ -101,7 +102,8 @@ pub enum Rejection {
     TransactionMisused(&'static str),
     /// Too many runs at once, or shutting down.
     Overloaded,
-    /// A new key for a scope with as many records as it may have; see
+    /// A new key for a scope with as many records as it may have, abandoned ones included, which only
+    /// expire with [`abandoned_ttl`](crate::IdempotencyLayer::abandoned_ttl); see
     /// [`scope_limit`](crate::IdempotencyLayer::scope_limit).
     LimitReached,
     /// More body than is read.

@@ -91,7 +91,10 @@ pub const MAX_SCOPE_LEN: usize = 255;
 /// mind each other: answer `Some(Scope::new("anonymous"))` instead of `None`. Their keys must then be
 /// unguessable, since whoever knows one gets its answer.
 ///
-/// [`scope_limit`](crate::IdempotencyLayer::scope_limit) bounds how many records a scope may have.
+/// [`scope_limit`](crate::IdempotencyLayer::scope_limit) bounds how many records a scope may have. Abandoned
+/// ones count, and never expire unless [`abandoned_ttl`](crate::IdempotencyLayer::abandoned_ttl) is set: without
+/// it list them with [`Inspect::abandoned`](crate::store::Inspect::abandoned), look each effect up, and
+/// [`forget`](crate::store::Inspect::forget) it.
 ///
 /// # Changing it
 ///

@@ -26,6 +26,8 @@ const UNAVAILABLE: &str = "idempotency_store_unavailable";
 const MINUTE: Duration = Duration::from_secs(60);
 /// How long a sample is good for.
 const FRESH: Duration = Duration::from_secs(10);
+const SECOND: Duration = Duration::from_secs(1);
+const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// Scopes by the header `x-tenant`; this many records for each.
 fn limited(store: &TestStore, records: u64) -> IdempotencyLayer<TestStore> {
@@ -108,6 +110,22 @@ async fn known_to_be_full(app: &Router, store: &TestStore, tenant: &str, key: &s
         yield_now().await;
     }
     panic!("nobody ever knew that the scope is full");
+}
+
+/// From now on every count takes this long. What it answers was true at its beginning.
+fn slow_counts(store: &TestStore, time: Duration) {
+    store.fail(Operation::CountIn, Fault::DelayAfter(time), Times::Always);
+}
+
+/// Sends a new key until it is let in, which takes no time but that of other tasks.
+async fn let_in_again(app: &Router, tenant: &str) {
+    for _ in 0..100 {
+        if send(app, from(tenant, "again", "A")).await.status == 201 {
+            return;
+        }
+        yield_now().await;
+    }
+    panic!("it was not let in again");
 }
 
 /// The process's own clock goes on, with nothing under way.
@@ -411,6 +429,50 @@ every_store! {
 
 // S9
 #[tokio::test]
+async fn abandoned_records_count_until_they_are_forgotten_or_abandoned_ttl_is_over() {
+    for world in World::each() {
+        let handler = Handler::answering(|seen| match &seen.body[..] {
+            b"panic" => panic!("as told"),
+            _ => Response::builder().status(201).body(Body::empty()).unwrap(),
+        });
+        let store = world.open().await;
+        let layer = || limited(&store, 2).max_run(MINUTE);
+        let behind = |layer| handler.behind(layer).layer(CatchPanicLayer::new());
+        let for_good = behind(layer());
+        let for_a_year = behind(layer().abandoned_ttl(365 * DAY));
+        let send_new = async |app: &Router, tenant: &str| {
+            let answer = send(app, from(tenant, "new", "A")).await;
+            answer.said()
+        };
+        let refused = (429, REFUSED.into());
+        for (app, tenant) in [(&for_good, "for-good"), (&for_a_year, "for-a-year")] {
+            for key in ["one", "two"] {
+                let cut_off = send(app, from(tenant, key, "panic")).await;
+                assert_eq!(cut_off.status, 500);
+            }
+            pass(FRESH).await;
+            known_to_be_full(app, &store, tenant, "one").await;
+        }
+        world.clock.advance(364 * DAY);
+        pass(FRESH).await;
+        assert_eq!(send_new(&for_good, "for-good").await, refused);
+        assert_eq!(send_new(&for_a_year, "for-a-year").await, refused);
+        // With the option they are over some day.
+        world.clock.advance(2 * DAY);
+        pass(FRESH).await;
+        assert_eq!(send_new(&for_good, "for-good").await, refused);
+        assert_eq!(send_new(&for_a_year, "for-a-year").await.0, 201);
+        // Without it an operator finds them and settles them.
+        let abandoned = store.inner().abandoned(None, 10).await.unwrap();
+        assert_eq!(abandoned.len(), 2);
+        assert!(store.inner().forget(&abandoned[0].id).await.unwrap());
+        pass(FRESH).await;
+        assert_eq!(send_new(&for_good, "for-good").await.0, 201);
+    }
+}
+
+// S9
+#[tokio::test]
 async fn a_tenant_whose_records_are_over_gets_in_again_within_ten_seconds() {
     for world in World::each() {
         for how in ["expired", "purged", "forgotten"] {
@@ -547,12 +609,7 @@ async fn a_sample_that_fails_changes_nothing_and_is_told_once() {
     // What was known goes on to hold, whatever goes wrong.
     world.clock.advance(2 * MINUTE);
     pass(FRESH).await;
-    for fault in [
-        Fault::Before,
-        Fault::After,
-        Fault::HangBefore,
-        Fault::HangAfter,
-    ] {
+    for fault in [Fault::Before, Fault::After] {
         let before = (failures(&logs).len(), store.calls(Operation::CountIn));
         store.fail(Operation::CountIn, fault, Times::Once);
         for _ in 0..3 {
@@ -567,7 +624,7 @@ async fn a_sample_that_fails_changes_nothing_and_is_told_once() {
 }
 
 #[tokio::test]
-async fn a_caller_that_leaves_while_it_asks_leaves_the_question_to_the_next() {
+async fn a_caller_that_leaves_takes_its_question_not_along() {
     let (handler, world) = (Handler::new(), World::memory());
     let store = world.open().await;
     let app = handler.behind(limited(&store, 3));
@@ -575,22 +632,137 @@ async fn a_caller_that_leaves_while_it_asks_leaves_the_question_to_the_next() {
     known_to_be_full(&app, &store, "t", "old-0").await;
     world.clock.advance(MINUTE);
     pass(FRESH).await;
-    store.fail(Operation::CountIn, Fault::HangBefore, Times::Once);
-    let leaving = tokio::spawn({
+    slow_counts(&store, SECOND * 2);
+    let send_new = |key: &'static str| {
         let app = app.clone();
-        async move { send(&app, from("t", "left", "A")).await }
-    });
+        tokio::spawn(async move { send(&app, from("t", key, "A")).await })
+    };
+    let leaving = send_new("left");
     called(&store, Operation::CountIn, 2).await;
-    // This one waits for the other's answer, and then asks itself.
-    let staying = tokio::spawn({
-        let app = app.clone();
-        async move { send(&app, from("t", "stayed", "A")).await }
-    });
-    called(&store, Operation::Get, store.calls(Operation::Get) + 1).await;
     leaving.abort();
     assert!(leaving.await.unwrap_err().is_cancelled());
+    // This one waits for the answer to the other's question.
+    let staying = send_new("stayed");
+    called(&store, Operation::Get, store.calls(Operation::Get) + 1).await;
+    pass(SECOND * 2).await;
     assert_eq!(staying.await.unwrap().status, 201);
-    assert_eq!((handler.effects(), store.calls(Operation::CountIn)), (1, 3));
+    assert_eq!((handler.effects(), store.calls(Operation::CountIn)), (1, 2));
+}
+
+#[tokio::test]
+async fn a_count_that_takes_longer_than_store_timeout_ends_and_the_limit_holds() {
+    let (handler, world) = (Handler::new(), World::memory());
+    let store = world.open().await;
+    let app = handler.behind(limited(&store, 3).store_timeout(SECOND / 10));
+    slow_counts(&store, SECOND * 5);
+    let mut let_in = 0;
+    let mut send_new = async || {
+        let key = format!("k-{let_in}");
+        let answer = send(&app, from("t", &key, "A")).await;
+        if answer.status == 201 {
+            let_in += 1;
+        }
+        answer.said()
+    };
+    for _ in 0..10 {
+        assert_eq!(send_new().await.0, 201, "nothing is known yet");
+    }
+    called(&store, Operation::CountIn, 1).await;
+    pass(SECOND * 5).await;
+    known_to_be_full(&app, &store, "t", "k-0").await;
+    for _ in 0..60 {
+        assert_eq!(send_new().await, (429, REFUSED.into()));
+    }
+    // It took five seconds, so it rests for 45.
+    pass(SECOND * 44).await;
+    assert_eq!(send_new().await, (429, REFUSED.into()));
+    assert_eq!(store.calls(Operation::CountIn), 1);
+    // The next one is waited for no longer than for anything else, and goes on.
+    world.clock.advance(MINUTE);
+    pass(SECOND * 2).await;
+    for _ in 0..2 {
+        assert_eq!(send_new().await, (429, REFUSED.into()));
+        assert_eq!(store.calls(Operation::CountIn), 2);
+    }
+    // Whoever is waiting when it ends is let in by it.
+    let waiting = tokio::spawn({
+        let app = handler.behind(limited(&store, 3));
+        async move { send(&app, from("other", "K", "A")).await }
+    });
+    assert_eq!(waiting.await.unwrap().status, 201, "others are not held up");
+    pass(SECOND * 5).await;
+    let_in_again(&app, "t").await;
+    assert_eq!(
+        store.calls(Operation::CountIn),
+        3,
+        "the other scope's is the third"
+    );
+}
+
+#[tokio::test]
+async fn a_count_is_given_up_after_a_minute_and_rests_nine() {
+    let (logs, _guard) = Logs::of_this_thread();
+    let (handler, world) = (Handler::new(), World::memory());
+    let store = world.open().await;
+    let app = handler.behind(limited(&store, 3));
+    store.fail(Operation::CountIn, Fault::HangBefore, Times::Always);
+    let ask = async |at: u32| {
+        let answer = send(&app, from("t", &format!("k-{at}"), "A")).await;
+        assert_eq!(answer.status, 201);
+    };
+    let given_up = || logs.loud("idempotency store did not answer").len();
+    ask(0).await;
+    called(&store, Operation::CountIn, 1).await;
+    pass(SECOND * 59).await;
+    assert_eq!(given_up(), 0);
+    pass(SECOND * 2).await;
+    for _ in 0..100 {
+        yield_now().await;
+    }
+    assert_eq!(given_up(), 1);
+    // It took a minute, and its scope has nine without.
+    pass(SECOND * 539).await;
+    for at in 1..5 {
+        ask(at).await;
+        yield_now().await;
+    }
+    assert_eq!(store.calls(Operation::CountIn), 1);
+    pass(SECOND * 11).await;
+    ask(5).await;
+    called(&store, Operation::CountIn, 2).await;
+}
+
+#[tokio::test]
+async fn after_a_minute_of_failing_counts_nothing_is_known_and_the_scope_is_not_limited() {
+    let (handler, world) = (Handler::new(), World::memory());
+    let store = world.open().await;
+    let app = handler.behind(limited(&store, 3));
+    fill(&store, "t", 3).await;
+    known_to_be_full(&app, &store, "t", "old-0").await;
+    store.fail(Operation::CountIn, Fault::Before, Times::Always);
+    // All its records expire, and nobody can tell.
+    world.clock.advance(2 * MINUTE);
+    for second in 0..59 {
+        let refused = send(&app, from("t", "new", "A")).await;
+        assert_eq!(refused.said(), (429, REFUSED.into()), "after {second} s");
+        pass(SECOND).await;
+    }
+    let tried = store.calls(Operation::CountIn);
+    assert!(tried > 40, "it is tried every second: {tried}");
+    pass(SECOND).await;
+    for at in 0..5 {
+        let answer = send(&app, from("t", &format!("unknown-{at}"), "A")).await;
+        assert_eq!(answer.status, 201, "nothing is known");
+    }
+    assert_eq!(handler.effects(), 5);
+    // One count that succeeds, and there is a limit again.
+    store.clear();
+    pass(SECOND).await;
+    known_to_be_full(&app, &store, "t", "unknown-0").await;
+    assert_eq!(
+        send(&app, from("t", "new", "A")).await.said(),
+        (429, REFUSED.into())
+    );
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use tokio::{runtime::Handle, sync::Mutex};
 use self::{
     handlers::Handlers,
     schema::{Database, Opened},
-    statements::{ABANDONED, COUNT, COUNT_IN, decode, decode_id},
+    statements::{ABANDONED, COUNT, COUNT_IN, MAX_EXPIRED, decode, decode_id},
     turns::Turns,
     writer::SqliteWriter,
 };
@@ -297,6 +297,7 @@ impl SqliteStore {
             .bind(scope.as_bytes())
             .bind(self.0.instance.clock.now().as_micros())
             .bind(i64::try_from(at_most).unwrap_or(i64::MAX))
+            .bind(MAX_EXPIRED)
             .fetch_one(&mut opened.connection)
             .await?;
         *kept = Some(opened);

@@ -156,10 +156,23 @@ FROM (
 )";
 
 /// `?1` is the scope, `?2` now, `?3` the limit. By the index on scope and key: no further than it has to.
-pub(super) const COUNT_IN: &str = "SELECT count(*) FROM (
+///
+/// As long as no more than `?4` records wait for a purge, by indexes alone: the rows lie as far apart as
+/// their responses are long, and to read them takes twenty times as long. A longer list of the expired would
+/// take longer than the rows of a scope that has few.
+pub(super) const COUNT_IN: &str = "SELECT CASE
+WHEN (SELECT count(*) FROM (SELECT 1 FROM idempotency_records WHERE expires <= ?2 LIMIT ?4 + 1)) <= ?4
+THEN (SELECT count(*) FROM (
+    SELECT 1 FROM idempotency_records
+    WHERE scope = ?1 AND id NOT IN (SELECT id FROM idempotency_records WHERE expires <= ?2) LIMIT ?3
+))
+ELSE (SELECT count(*) FROM (
     SELECT 1 FROM idempotency_records
     WHERE scope = ?1 AND (expires IS NULL OR expires > ?2) LIMIT ?3
-)";
+)) END";
+
+/// The `?4` of [`COUNT_IN`]: a list of them is made in less than 0.1 s.
+pub(super) const MAX_EXPIRED: i64 = 100_000;
 
 /// `?1` is now, `?2` to `?4` the place in the order after which to start, `?5` the limit.
 pub(super) const ABANDONED: &str =
