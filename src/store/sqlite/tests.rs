@@ -824,7 +824,8 @@ async fn a_scope_is_counted_alike_by_its_rows_and_by_indexes_alone() {
         let ticket = win(&store, key).await;
         let done = Completion::tombstone(StatusCode::OK);
         let lifetimes = Lifetimes::new(Duration::from_secs(seconds));
-        store.complete(&ticket, done, lifetimes).await.unwrap();
+        let done = store.complete(&ticket, done, lifetimes).await;
+        assert_eq!(done.unwrap(), Settled::Done);
     }
     let _running = win(&store, "e").await;
     let mut connection = other(&path).await;
