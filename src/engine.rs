@@ -5,6 +5,7 @@ use std::{future::Future, pin::Pin, sync::Arc};
 use tokio::runtime::Handle;
 
 use crate::{
+    Rejection,
     attempt::Keeper,
     bounded::within,
     execution::Outcome,
@@ -12,7 +13,8 @@ use crate::{
     maintenance::{self, Mark},
     observe::{self, Operation},
     options::Options,
-    store::{Settled, Store, StoreError, StoreErrorKind, Ticket},
+    record::{Record, RecordId},
+    store::{Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
 };
 
 /// One layer's view: its options over the shared rest.
@@ -88,6 +90,20 @@ impl<S: Store> Engine<S> {
             }
         };
         Err(error)
+    }
+}
+
+impl<S: Inspect> Engine<S> {
+    /// Looks a record up, before anything is claimed.
+    pub(crate) async fn find(&self, id: &RecordId) -> Result<Option<Record>, Rejection> {
+        match within(self.options.store_timeout, self.store.get(id)).await {
+            Some(Ok(found)) => Ok(found),
+            failed => {
+                let error = failed.and_then(Result::err);
+                observe::store_failed(Operation::Get, error.as_ref());
+                Err(Rejection::StoreUnavailable)
+            }
+        }
     }
 }
 

@@ -307,19 +307,12 @@ impl<S: Inspect> Engine<S> {
     /// The scope has its fill, so a record must be there already. Where the store cannot tell, the request
     /// is not run, not even unprotected: a limit is not got around by waiting for an outage.
     async fn keep_to_full(&self, limit: &Arc<ScopeLimit>, id: &RecordId) -> Result<(), Rejection> {
-        let patience = self.options.store_timeout;
-        match within(patience, self.store.get(id)).await {
-            Some(Ok(Some(_))) => return Ok(()),
-            Some(Ok(None)) => {}
-            failed => {
-                let error = failed.and_then(Result::err);
-                observe::store_failed(Operation::Get, error.as_ref());
-                return Err(Rejection::StoreUnavailable);
-            }
+        if self.find(id).await?.is_some() {
+            return Ok(());
         }
         // Nobody is refused for what was true a while ago. This is the one place where a request waits
         // for a sample, instead of being sent away at once.
-        let fresh = within(patience, async {
+        let fresh = within(self.options.store_timeout, async {
             let mut has_asked = false;
             loop {
                 let mut answered = pin!(limit.answered.notified());

@@ -554,15 +554,7 @@ impl<S: Inspect> Engine<S> {
         if options.also_accept.is_empty() {
             return Err(Rejection::BodyInvalid(why));
         }
-        let found = match within(options.store_timeout, self.store.get(id)).await {
-            Some(Ok(found)) => found,
-            failed => {
-                let error = failed.and_then(Result::err);
-                observe::store_failed(Operation::Get, error.as_ref());
-                return Err(Rejection::StoreUnavailable);
-            }
-        };
-        let record = found.ok_or(Rejection::BodyInvalid(why))?;
+        let record = self.find(id).await?.ok_or(Rejection::BodyInvalid(why))?;
         match options.asks_for(&record.scheme, &record.fingerprint, head, body) {
             true => Ok((record.scheme, record.fingerprint)),
             false => Err(Rejection::BodyInvalid(why)),
