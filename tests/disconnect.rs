@@ -389,11 +389,20 @@ every_store! {
         let _elsewhere = in_test.enter();
         handler.open_gate();
         within_a_second(&store, "k", Some(State::Completed)).await;
-        let logged = logs.within(&test);
-        let after = logged.iter().find(|event| event.text.contains("after the gate"));
-        assert_eq!(after.expect("not in the span of its test").spans, ["the request", "test"]);
-        let decided = logged.iter().find(|event| event.text.contains("executed"));
-        assert_eq!(decided.expect("the decision is not in the span").spans, ["the request", "test"]);
+        // What is decided is said once it is recorded, and nobody waits for this run's answer.
+        let mut said = None;
+        for _ in 0..100 {
+            let logged = logs.within(&test);
+            let of = |text: &str| logged.iter().find(|event| event.text.contains(text)).cloned();
+            said = of("after the gate").zip(of("executed"));
+            if said.is_some() {
+                break;
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+        let (after, decided) = said.expect("not in the span of its test");
+        assert_eq!(after.spans, ["the request", "test"]);
+        assert_eq!(decided.spans, ["the request", "test"]);
     }
 
     // D1
