@@ -7,6 +7,20 @@
 //!
 //! The layer's own cost is measured around the whole router. `route_layer` boxes whatever layer it
 //! is given once more per route; the last rows show that beside a layer that does nothing.
+//!
+//! A few per cent of that drown in what else a machine does. Instructions can be counted: with
+//! `-- --count first|replay|uncovered|bare N` this runs N requests of one kind on one thread and ends, so
+//! that what one request costs is the difference of two runs, divided by the N between them, whatever it costs
+//! to start:
+//!
+//! ```text
+//! cargo bench --no-run --bench overhead            # prints the executable
+//! for n in 5000 10000; do
+//!     valgrind --tool=callgrind --callgrind-out-file=/dev/null EXECUTABLE --count first $n 2>&1 | grep refs
+//! done
+//! ```
+//!
+//! Two versions are compared by building this file in both.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -269,10 +283,56 @@ fn print(costs: [Cost; 9], hash: f64) {
     );
 }
 
+/// Runs so many requests of one kind, for a tool that counts instructions.
+async fn count(kind: &str, requests: usize) {
+    let body = Bytes::from(vec![b'x'; 200]);
+    let fresh = |at: usize| {
+        let mut key = *b"7d0b5c1e-6f2a-4f57-9f4a-000000000000";
+        let mut left = at;
+        for digit in key.iter_mut().rev().take(12) {
+            *digit += u8::try_from(left % 10).expect("a digit");
+            left /= 10;
+        }
+        HeaderValue::from_bytes(&key).expect("ASCII")
+    };
+    let key = HeaderValue::from_static("7d0b5c1e-6f2a-4f57-9f4a-replayed0000");
+    let around = layer().layer(bare_router().with_state(()));
+    let numbers = 0..requests;
+    match kind {
+        "bare" => {
+            let posts = numbers.map(|at| request(Method::POST, Some(fresh(at)), &body));
+            run(&bare_router().with_state(()), posts, false).await
+        }
+        "first" => {
+            let posts = numbers.map(|at| request(Method::POST, Some(fresh(at)), &body));
+            run(&around, posts, false).await
+        }
+        "replay" => {
+            let mut posts = numbers.map(|_| request(Method::POST, Some(key.clone()), &body));
+            run(&around, posts.by_ref().take(1), false).await;
+            run(&around, posts, true).await
+        }
+        "uncovered" => {
+            let gets = numbers.map(|_| request(Method::GET, None, &body));
+            run(&around, gets, false).await
+        }
+        _ => panic!("--count first|replay|uncovered|bare N"),
+    };
+}
+
 fn main() {
+    let arguments: Vec<_> = std::env::args().collect();
     // `cargo test --benches` passes this; there is nothing to measure then.
-    if std::env::args().any(|arg| arg == "--test") {
+    if arguments.iter().any(|argument| argument == "--test") {
         return;
+    }
+    if let Some(at) = arguments.iter().position(|argument| argument == "--count") {
+        let requests = arguments[at + 2].parse().expect("a number of requests");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        return runtime.block_on(count(&arguments[at + 1], requests));
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

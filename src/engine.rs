@@ -1,20 +1,21 @@
 //! What a layer's services share: the store, the options, and the runs of this process.
 
-use std::{future::Future, pin::Pin, sync::Arc};
+use std::{sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use tokio::runtime::Handle;
 
 use crate::{
-    Rejection,
+    DownstreamKey, NoDownstreamSecret, Rejection,
     attempt::Keeper,
-    bounded::within,
+    bounded::{Boxed, within},
     execution::Outcome,
     live::{Live, Orphan},
-    maintenance::{self, Mark},
+    maintenance::{self, Mark, Pause},
     observe::{self, Operation},
     options::Options,
     record::{Record, RecordId},
-    store::{Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
+    store::{Checkpoint, Checkpoints, Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
 };
 
 /// One layer's view: its options over the shared rest.
@@ -32,21 +33,6 @@ impl<S: Store> Engine<S> {
             options,
             live,
         }
-    }
-
-    /// Starts the background work, if none is running. Layers are built outside of any runtime, so
-    /// this happens with the first keyed request, and again should that runtime have ended.
-    pub(crate) fn maintain(&self) {
-        if let Some(mark) = Mark::set(&self.live.maintained)
-            && let Ok(runtime) = Handle::try_current()
-        {
-            let (store, options) = (self.store.clone(), self.options.clone());
-            let live = Arc::downgrade(&self.live);
-            let leases = self.live.leases();
-            runtime.spawn(maintenance::maintain(store, options, live, leases, mark));
-        }
-        // What was left behind when another runtime ended.
-        self.settle_orphans();
     }
 
     /// Leaves a claim to the background that no request will settle any more: one of unknown fate,
@@ -94,6 +80,21 @@ impl<S: Store> Engine<S> {
 }
 
 impl<S: Inspect> Engine<S> {
+    /// Starts the background work, if none is running. Layers are built outside of any runtime, so
+    /// this happens with the first keyed request, and again should that runtime have ended.
+    pub(crate) fn maintain(&self) {
+        if let Some(mark) = Mark::set(&self.live.maintained)
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let (store, options) = (self.store.clone(), self.options.clone());
+            let live = Arc::downgrade(&self.live);
+            let leases = self.live.leases();
+            runtime.spawn(maintenance::maintain(store, options, live, leases, mark));
+        }
+        // What was left behind when another runtime ended.
+        self.settle_orphans();
+    }
+
     /// Looks a record up, before anything is claimed.
     pub(crate) async fn find(&self, id: &RecordId) -> Result<Option<Record>, Rejection> {
         match within(self.options.store_timeout, self.store.get(id)).await {
@@ -107,11 +108,82 @@ impl<S: Inspect> Engine<S> {
     }
 }
 
-impl<S: Store> Keeper for Engine<S> {
-    fn still_holds<'a>(
+/// How often a checkpoint is sent again when the store was out of reach. Its token makes that harmless.
+const CHECKPOINT_RESENDS: u32 = 2;
+
+/// Asks the store, and again where it was out of reach.
+async fn persistently<T, F>(
+    operation: Operation,
+    mut ask: impl FnMut() -> F,
+) -> Result<T, StoreError>
+where
+    F: Future<Output = Result<T, StoreError>>,
+{
+    let mut pause = Pause::default();
+    let mut resends = 0;
+    loop {
+        let error = match ask().await {
+            Ok(answer) => return Ok(answer),
+            Err(error) => error,
+        };
+        // What a handler asks too much of the store is no trouble of the store's.
+        if error.kind() != StoreErrorKind::Invalid {
+            observe::store_failed(operation, Some(&error));
+        }
+        if error.kind() != StoreErrorKind::Unavailable || resends == CHECKPOINT_RESENDS {
+            return Err(error);
+        }
+        resends += 1;
+        pause.wait().await;
+    }
+}
+
+impl<S: Checkpoints> Keeper for Engine<S> {
+    fn still_holds<'a>(&'a self, ticket: &'a Ticket) -> Boxed<'a, Result<bool, StoreError>> {
+        Box::pin(async move { Ok(self.renew(ticket).await? == Settled::Done) })
+    }
+
+    fn save<'a>(
         &'a self,
         ticket: &'a Ticket,
-    ) -> Pin<Box<dyn Future<Output = Result<bool, StoreError>> + Send + 'a>> {
-        Box::pin(async move { Ok(self.renew(ticket).await? == Settled::Done) })
+        name: &'a str,
+        value: Bytes,
+    ) -> Boxed<'a, Result<Settled, StoreError>> {
+        Box::pin(persistently(Operation::Save, move || {
+            self.store.save(ticket, name, value.clone())
+        }))
+    }
+
+    fn load<'a>(
+        &'a self,
+        ticket: &'a Ticket,
+    ) -> Boxed<'a, Result<Option<Vec<Checkpoint>>, StoreError>> {
+        Box::pin(persistently(Operation::Load, move || {
+            self.store.load(ticket)
+        }))
+    }
+
+    #[cfg(any(feature = "sqlite", feature = "postgres"))]
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<crate::store::Joining, StoreError>> {
+        self.store.joining(ticket, name, value)
+    }
+
+    fn downstream_key(
+        &self,
+        id: &RecordId,
+        step: &str,
+    ) -> Result<DownstreamKey, NoDownstreamSecret> {
+        let secret = self.options.downstream.as_ref();
+        let secret = secret.ok_or(NoDownstreamSecret::NEW)?;
+        Ok(secret.key(&self.store.stored_id(id), step))
+    }
+
+    fn patience(&self) -> Duration {
+        self.options.store_timeout
     }
 }

@@ -13,17 +13,18 @@ use axum::body::Body;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, header, request, response::Parts};
 use tower_service::Service;
+use tracing::{Instrument, Span};
 
 use crate::{
-    IdempotencyStatus, Rejection, Retain, Streamed,
+    Rejection, Retain, Streamed,
     attempt::Attempt,
     body::{Buffered, Captured, capture_response},
     bounded::{First, Panic, first, poll_caught, within},
     engine::Engine,
-    extract::{GiveUp, Idempotency},
+    extract::Idempotency,
     live::{Permit, Registered},
     maintenance::Pause,
-    observe::{self, Operation},
+    observe::{self, CutOff, Decision, Operation, Timed, Timer},
     options::Options,
     retained,
     store::{Completion, Inspect, Settled, Store, StoreErrorKind, Ticket},
@@ -76,11 +77,14 @@ impl<I: Clone> Inner<I> {
         RB::Error: Into<axum::BoxError>,
     {
         debug_assert!(self.ready, "a service is called only once it is ready");
+        let timer = Timer::start();
         let running = {
             let request = Request::from_parts(*head, body.into_body());
             self.service.call(request)
         };
-        Ok(running.await?.map(Body::new))
+        let answer = running.await;
+        timer.stop(Timed::Handler);
+        Ok(answer?.map(Body::new))
     }
 
     /// Another like it, not ready yet.
@@ -134,7 +138,7 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    fn operation(&self) -> Operation {
+    pub(crate) fn operation(&self) -> Operation {
         match self {
             Self::Completed(_) => Operation::Complete,
             Self::Released => Operation::Release,
@@ -229,7 +233,8 @@ where
     if engine.live.is_aborted() {
         // Told to stop before it began.
         settle(hold, undo.into()).await;
-        return Ok(engine.options.refuse(None, &Rejection::Overloaded));
+        let (options, observed) = (&engine.options, attempt.observed());
+        return Ok(options.refuse(None, &Rejection::Overloaded, observed));
     }
     if !inner.ready {
         // One who has waited. Getting ready may fail, panic, or take longer than the process lives;
@@ -246,7 +251,10 @@ where
             return match unready {
                 Watched::Done(error) => Err(error),
                 Watched::Panicked(panic) => resume_unwind(panic),
-                Watched::Stopped(()) => Ok(engine.options.refuse(None, &Rejection::Overloaded)),
+                Watched::Stopped(()) => {
+                    let (options, observed) = (&engine.options, attempt.observed());
+                    Ok(options.refuse(None, &Rejection::Overloaded, observed))
+                }
             };
         }
     }
@@ -257,6 +265,7 @@ where
         let run = transacted::Run {
             engine,
             transactor,
+            attempt,
             ticket,
             undo,
             head,
@@ -272,25 +281,28 @@ where
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
             settle(hold, outcome).await;
-            Ok(answered(&engine.options, &ticket, parts, body))
+            Ok(answered(&engine.options, &attempt, &ticket, parts, body))
         }
         Watched::Done(Err(error)) => {
-            observe::abandoned("the inner service failed");
+            observe::decided(attempt.observed(), Decision::ran(&ticket));
+            observe::abandoned(CutOff::Failed);
             settle(hold, Outcome::Abandoned).await;
             Err(error)
         }
         Watched::Panicked(panic) => {
-            observe::abandoned("the handler panicked");
+            observe::decided(attempt.observed(), Decision::ran(&ticket));
+            observe::abandoned(CutOff::Panicked);
             settle(hold, Outcome::Abandoned).await;
             resume_unwind(panic)
         }
         Watched::Stopped(()) => {
-            observe::abandoned("the run was aborted by drain");
+            observe::abandoned(CutOff::Drained);
             settle(hold, Outcome::Abandoned).await;
             let rejection = Rejection::OutcomeUnknown {
                 original_request_id: None,
             };
-            Ok(engine.options.refuse(None, &rejection))
+            let (options, observed) = (&engine.options, attempt.observed());
+            Ok(options.refuse(None, &rejection, observed))
         }
     }
 }
@@ -298,16 +310,14 @@ where
 /// The answer of a run, marked with what the layer did.
 pub(crate) fn answered(
     options: &Options,
+    attempt: &Attempt,
     ticket: &Ticket,
     parts: Parts,
     body: Body,
 ) -> Response<Body> {
-    let status = match ticket.attempt {
-        1 => IdempotencyStatus::Executed,
-        _ => IdempotencyStatus::TookOver,
-    };
-    observe::decided(status, None);
-    options.marked(Response::from_parts(parts, body), status)
+    let decision = Decision::ran(ticket);
+    observe::decided(attempt.observed(), decision);
+    options.marked(Response::from_parts(parts, body), decision.status())
 }
 
 /// Calls the inner service and decides what becomes of the record, holding the response's body in
@@ -328,9 +338,6 @@ where
     let (mut parts, body) = inner.call(head, body).await?.into_parts();
     parts.headers.remove(&options.replay_header);
 
-    if parts.extensions.get::<GiveUp>().is_some() {
-        return Ok((parts, body, Outcome::Abandoned));
-    }
     let said = parts.extensions.get::<Retain>().copied();
     let retain = said.unwrap_or_else(|| options.retention.decide(parts.status));
     let tombstone = Outcome::Completed(Completion::tombstone(parts.status));
@@ -343,6 +350,10 @@ where
             Ok((parts, body, kept.map_or(tombstone, Outcome::Completed)))
         }
         Retain::Tombstone => Ok((parts, body, tombstone)),
+        Retain::Abandon => {
+            observe::abandoned(CutOff::GaveUp);
+            Ok((parts, body, Outcome::Abandoned))
+        }
     }
 }
 
@@ -391,12 +402,15 @@ fn is_stream(parts: &Parts) -> bool {
 pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Option<Settled> {
     hold.outcome = outcome;
     let limit = hold.engine.options.store_timeout;
-    if let Some(settled) = within(limit, record(&hold)).await {
+    let timer = Timer::start();
+    let settled = within(limit, record(&hold)).await;
+    timer.stop(Timed::Complete);
+    if let Some(settled) = settled {
         recorded(hold);
         return settled;
     }
     observe::recording_late(hold.outcome.operation());
-    tokio::spawn(async move {
+    let late = async move {
         let engine = hold.engine.clone();
         let late = within(engine.options.max_run, record_at_last(&hold));
         if !matches!(
@@ -411,7 +425,8 @@ pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Opt
             }
         }
         recorded(hold);
-    });
+    };
+    tokio::spawn(late.instrument(Span::current()));
     None
 }
 
@@ -430,13 +445,19 @@ async fn record_at_last<S: Store>(hold: &Hold<S>) {
     while within(limit, record(hold)).await.is_none() {}
 }
 
-/// Sends the outcome to the store until it is settled, or hopeless.
 async fn record<S: Store>(hold: &Hold<S>) -> Option<Settled> {
-    let engine = &hold.engine;
-    let mut outcome = hold.outcome.clone();
+    keep_recording(&hold.engine, &hold.ticket, hold.outcome.clone()).await
+}
+
+/// Sends the outcome to the store until it is settled, or hopeless.
+pub(crate) async fn keep_recording<S: Store>(
+    engine: &Engine<S>,
+    ticket: &Ticket,
+    mut outcome: Outcome,
+) -> Option<Settled> {
     let mut pause = Pause::default();
     loop {
-        let tried = try_to_record(&engine.store, &engine.options, &hold.ticket, &mut outcome);
+        let tried = try_to_record(&engine.store, &engine.options, ticket, &mut outcome);
         match tried.await {
             Tried::Settled(settled) => return Some(settled),
             Tried::Hopeless => {
@@ -458,6 +479,17 @@ pub(crate) enum Tried {
     Hopeless,
 }
 
+/// What the store was asked for and has not answered. Dropped like that, the waiting was given up.
+struct Unanswered(Option<Operation>);
+
+impl Drop for Unanswered {
+    fn drop(&mut self) {
+        if let Some(operation) = self.0 {
+            observe::store_failed(operation, None);
+        }
+    }
+}
+
 /// Sends the outcome to the store once. The token makes sending again harmless.
 pub(crate) async fn try_to_record<S: Store>(
     store: &S,
@@ -466,11 +498,13 @@ pub(crate) async fn try_to_record<S: Store>(
     outcome: &mut Outcome,
 ) -> Tried {
     let lifetimes = options.lifetimes();
+    let mut unanswered = Unanswered(Some(outcome.operation()));
     let settled = match outcome.clone() {
         Outcome::Completed(done) => store.complete(ticket, done, lifetimes).await,
         Outcome::Released => store.release(ticket, lifetimes.ttl).await,
         Outcome::Abandoned => store.abandon(ticket).await,
     };
+    unanswered.0 = None;
     let error = match settled {
         Ok(settled) => {
             if settled == Settled::Lost && matches!(outcome, Outcome::Completed(_)) {

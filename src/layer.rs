@@ -7,12 +7,14 @@ use http::{HeaderName, Method, Response, StatusCode, Uri, request::Parts};
 use tower_layer::Layer;
 
 use crate::{
-    FingerprintScheme, InFlight, KeyFormat, Profile, Recovery, Rejection, RenderRejection,
-    Retention, Scope, StoreFailure,
+    FingerprintScheme, InFlight, KeyFormat, MissingKey, Profile, Reconciler, Recovery, Rejection,
+    RenderRejection, Resolver, Retention, Scope, StoreFailure,
     bounded::within,
+    downstream::DownstreamSecret,
     engine::Engine,
     limits::ScopeLimit,
     live::Live,
+    observe::Observed,
     options::Options,
     retained::SkippedHeaders,
     service::IdempotencyService,
@@ -150,7 +152,8 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// assert_eq!(response.status(), StatusCode::CONFLICT);
     /// ```
     pub fn refusal(&self, head: &Parts, rejection: &Rejection) -> Response<Body> {
-        self.options.refuse(Some(head), rejection)
+        let observed = Observed::new(&self.options, &head.headers, None);
+        self.options.refuse(Some(head), rejection, &observed)
     }
 
     /// Sets a whole set of options at once, to behave like a system that is known; see [`Profile`] for what
@@ -545,6 +548,98 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
+    /// Asked what became of a run that was cut off, by a request that meets its record, and by the
+    /// [`reconciler`](Self::reconciler). What it leaves falls to [`recovery`](Self::recovery). Default: none.
+    ///
+    /// Each time the record is taken over under a fresh token first, so its late owner can change nothing any
+    /// more, and other requests with its key meet a run in flight. The request that asks waits for the verdict,
+    /// and goes on asking when its client leaves; then it replays the answer, runs, or is told what `recovery`
+    /// says. All requests of a process ask about one record once a second at most.
+    ///
+    /// Records of [`transactional`](Self::transactional) runs are never asked about: what was not committed
+    /// did not happen. Nor are those of runs that go on in this process, before their `max_run` is over.
+    ///
+    /// ```
+    /// # use axum::http::StatusCode;
+    /// # use tower_idempotency::{Abandoned, IdempotencyLayer, MemoryStore, Verdict};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).resolver(|abandoned: Abandoned| async move {
+    ///     // … ask the provider by abandoned.downstream_key("charge") …
+    ///     Verdict::answer((StatusCode::CREATED, "paid"))
+    /// });
+    /// ```
+    pub fn resolver(mut self, resolver: impl Resolver) -> Self {
+        self.options().resolver = Some(Arc::new(resolver));
+        self
+    }
+
+    /// How long a [`resolver`](Self::resolver) may take for one record. Default 10 s.
+    ///
+    /// A process that dies while it asks keeps the record in flight this long, and as long as
+    /// [`buffer_timeout`](Self::buffer_timeout) and twice [`store_timeout`](Self::store_timeout) besides.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).resolver_timeout(Duration::from_secs(3));
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When zero, or longer than an hour.
+    pub fn resolver_timeout(mut self, timeout: Duration) -> Self {
+        assert!(
+            !timeout.is_zero() && timeout <= Duration::from_secs(3_600),
+            "resolver_timeout must be more than nothing and at most an hour"
+        );
+        self.options().resolver_timeout = timeout;
+        self
+    }
+
+    /// Settles the records of runs that were cut off, with the [`resolver`](Self::resolver) and the other
+    /// options of this layer.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new());
+    /// tokio::spawn(layer.reconciler().every(Duration::from_secs(10)).run());
+    /// # });
+    /// ```
+    pub fn reconciler(&self) -> Reconciler<S> {
+        Reconciler::new(Arc::new(self.engine()))
+    }
+
+    /// The secret that [`Idempotency::downstream_key`](crate::Idempotency::downstream_key) makes keys with.
+    /// Default: none. Every instance of a service must have the same, and keep it: with another one a retry
+    /// asks the provider under another key.
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// # let from_secret_manager = [7; 32];
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).downstream_secret(from_secret_manager);
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When shorter than 16 bytes.
+    pub fn downstream_secret(mut self, secret: impl AsRef<[u8]>) -> Self {
+        self.options().downstream = Some(DownstreamSecret::new(secret.as_ref()));
+        self
+    }
+
+    /// What becomes of a request without a key where one is required, or with a malformed one. Default
+    /// [`MissingKey::Refuse`].
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, MissingKey};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).missing_key(MissingKey::Observe);
+    /// ```
+    pub fn missing_key(mut self, missing: MissingKey) -> Self {
+        self.options().missing_key = missing;
+        self
+    }
+
     /// What a keyed request gets when the store cannot be asked. Default [`StoreFailure::Refuse`].
     ///
     /// ```
@@ -571,6 +666,33 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     pub fn store_timeout(mut self, timeout: Duration) -> Self {
         assert!(!timeout.is_zero(), "store_timeout must be longer than zero");
         self.options().store_timeout = timeout;
+        self
+    }
+
+    /// How often the records of the store are counted for the gauge `idempotency_records`. Default 60 s.
+    ///
+    /// In SQL a count reads the whole table. So after one there is none for nine times as long as it took,
+    /// whatever is set here, and none at all before the first keyed request or without a recorder (a type
+    /// without a size is taken for none here). `Duration::MAX`: never. Clones of a layer count once between them; of several layers on one
+    /// store, and of several instances of a service, it is enough when one counts.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .count_records_every(Duration::from_secs(600));
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    #[cfg(feature = "metrics")]
+    pub fn count_records_every(mut self, interval: Duration) -> Self {
+        assert!(
+            !interval.is_zero(),
+            "count_records_every must be longer than zero"
+        );
+        self.options().count_records_every = interval;
         self
     }
 

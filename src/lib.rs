@@ -84,7 +84,9 @@
 //! | [`ResponseFuture`], later | the run goes on as a task of the runtime the request came in on, to its end, and is recorded; a claim that is won only after the drop is given back without a run |
 //! | a response's body | nothing: its record is written |
 //! | [`IdempotencyLayer::drain`] | the waiting ends, the draining does not |
-//! | [`Idempotency::ensure_owned`] | nothing |
+//! | [`Reconciler::run`], [`Reconciler::sweep`], [`Reconciler::resolve`] | a record that is being asked about is given up in the background, and is abandoned as before; a verdict that is known by then is recorded |
+//! | [`Idempotency::ensure_owned`], [`Idempotency::checkpointed`] | nothing |
+//! | [`Idempotency::checkpoint`] | it may be saved or not |
 //! | a [`Store`](store::Store) operation | it may or may not happen; its token settles which, when it is sent again |
 //!
 //! A runtime that ends takes its runs with it; they count as abandoned once their lease is over.
@@ -93,25 +95,28 @@
 //! # Stability
 //!
 //! Semantic versioning covers this API; the codes, members and default statuses of refusals; the
-//! default header names; the stored form of a [`RetainedResponse`]; the names and digests of the
-//! fingerprint schemes; and the tables of the SQLite and Postgres stores. Every version reads what earlier ones
-//! have stored, or its entry in the changelog says what to do. The texts of problems and events may
-//! change at any time.
+//! default header names; the stored form of a [`RetainedResponse`] and of a checkpoint; the names and
+//! digests of the fingerprint schemes; the keys that [`Idempotency::downstream_key`] makes; and the
+//! tables of the SQLite and Postgres stores. Every version reads what earlier ones have stored, or its
+//! entry in the changelog says what to do. The texts of problems and events may change at any time.
 //!
 //! Enums and option structs are `#[non_exhaustive]`. The minimum supported Rust version is 1.95; it
 //! is raised in minor versions only.
 //!
 //! # Events
 //!
-//! All have the target `tower_idempotency::observe`; none shows a key, scope, header value or body.
+//! All have the target `tower_idempotency::observe`; none shows a key, scope, header value (the request's id
+//! aside) or body.
 //!
 //! | message | level | fields |
 //! | --- | --- | --- |
-//! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected`; error for `idempotency_transaction_misused` | `status` (an [`IdempotencyStatus`]), `code` of a refusal |
+//! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected`; error for `idempotency_transaction_misused` | `status` (an [`IdempotencyStatus`]), `code` of a refusal, `request_id`, `original_request_id` of the first request with the same key, `attempt` of a run |
+//! | request without an idempotency key passed | info | `problem` (`missing` or `invalid`), the `code` it would have got, `request_id`, `method`, `route` (axum's `MatchedPath`); see [`MissingKey::Observe`] |
 //! | idempotency store failed | warn | `operation`, `kind`, `error`, `source` |
 //! | idempotency store did not answer in time | warn | `operation` |
 //! | idempotency claim lost | warn | `operation`, `attempt` |
 //! | idempotent run abandoned | error | `why` |
+//! | idempotent run (not) resolved | info; warn or debug where it was not | `by`, `verdict`, `attempt` |
 //! | idempotency record not written | error | `operation` |
 //! | retained response cannot be read | error | `error` |
 //! | idempotent transaction not committed (in time) | warn | `code`, a SQLSTATE |
@@ -120,11 +125,75 @@
 //! | handler stopped: it held its transaction longer than max_hold | warn | – |
 //! | IdempotencyLayer has no scope | warn, once | – |
 //!
+//! A request that is decided has one such event. A run that panics, or whose service fails, is decided too: it
+//! was `executed`, or `took_over`.
+//!
+//! A request id is what [`request_id_header`](IdempotencyLayer::request_id_header) says. It is left out where it
+//! is the key, or shows a key of eight bytes or more, and always where both come from one header.
+//!
+//! # Spans
+//!
+//! A request with a usable key is handled, its handler included, in a span `idempotency` of level info with the
+//! target `tower_idempotency`, also where it goes on without its client. Its fields are `request_id` and, once
+//! that is decided, `idempotency.status`, `idempotency.original_request_id` and `idempotency.attempt`: the span
+//! of a replay names the request that ran.
+//!
+//! Where that span is filtered out, and for requests without a usable key, these three are recorded on the
+//! span around the layer, if it has them:
+//!
+//! ```
+//! # use axum::{Router, body::Body, http::Request};
+//! # use tower_http::trace::TraceLayer;
+//! use tracing::field::Empty;
+//!
+//! let trace = TraceLayer::new_for_http().make_span_with(|request: &Request<Body>| {
+//!     tracing::info_span!(
+//!         "request",
+//!         method = %request.method(),
+//!         idempotency.status = Empty,
+//!         idempotency.original_request_id = Empty,
+//!         idempotency.attempt = Empty,
+//!     )
+//! });
+//! # let app: Router = Router::new().layer(trace);
+//! ```
+//!
+//! Without a subscriber nothing of this is put together.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics`, for whatever recorder of the crate [metrics](https://docs.rs/metrics) is
+//! installed. No label shows what a client sent. Times are in seconds.
+//!
+//! | name | kind | labels | what |
+//! | --- | --- | --- | --- |
+//! | `idempotency_requests_total` | counter | `status`, an [`IdempotencyStatus`] | decisions. `executed`, `took_over` and `unprotected` together are the calls of handlers, but for two sorts of run: one that [`drain`](IdempotencyLayer::drain) stopped is `outcome_unknown`, and one whose transaction was rolled back counts as what its client got |
+//! | `idempotency_unkeyed_total` | counter | `problem`: `missing`, `invalid` | requests that passed by [`MissingKey::Observe`] |
+//! | `idempotency_store_errors_total` | counter | `operation`; `kind`: a [`StoreErrorKind`](store::StoreErrorKind) or `timeout` | operations of the store that failed or were given up, each once, tries that are made again included |
+//! | `idempotency_resolved_total` | counter | `verdict`, `by` | records that were to be resolved |
+//! | `idempotency_abandoned_total` | counter | `why`: `panicked`, `failed`, `drained`, `gave_up` | runs of this process that were cut off |
+//! | `idempotency_records_late_total` | counter | – | outcomes not recorded within `store_timeout`; recording goes on |
+//! | `idempotency_records_failed_total` | counter | – | outcomes given up without a record |
+//! | `idempotency_claim_seconds` | histogram | – | a claim, tries that are made again included |
+//! | `idempotency_complete_seconds` | histogram | – | completing, releasing or abandoning, `store_timeout` at most; a commit in transactional mode |
+//! | `idempotency_handler_seconds` | histogram | – | the inner service, to the head of its answer |
+//! | `idempotency_batch_size` | histogram | `store`: `sqlite`, `postgres` | operations that shared a transaction or a statement |
+//! | `idempotency_running` | gauge | – | runs, until their outcome is recorded |
+//! | `idempotency_waiting` | gauge | – | requests that wait for another one's run |
+//! | `idempotency_heartbeat_age_seconds` | gauge | – | how long ago the claims were last known to be renewed, or there were none |
+//! | `idempotency_records` | gauge | `state`: `running`, `completed`, `abandoned`, `released` | records of the store; those that live are their sum |
+//!
+//! Gauges begin with the first keyed request. The first three are looked at every second, and are the sum over
+//! all layers of the process (of the ages, the greatest). Records are counted as
+//! `IdempotencyLayer::count_records_every` says; layers on one store show the same, and where a service has
+//! several stores, all layers but those of one should have `Duration::MAX` there.
+//!
 //! # Features
 //!
 //! - `sqlite` (default): `SqliteStore`, records in an SQLite file.
 //! - `postgres`: `PostgresStore`, records in Postgres, for services on many machines.
 //! - `multipart`: `MultipartParts`, a fingerprint of forms that does not mind a fresh boundary.
+//! - `metrics`: the metrics above.
 //! - `sealing`: `SealedStore`, which encrypts what a store keeps.
 //! - `testing`: `assert_idempotent`, a clock that stands still, a store that fails as told, and the
 //!   conformance suite for those who write a store.
@@ -139,8 +208,11 @@
 #![deny(missing_docs, unreachable_pub, missing_debug_implementations)]
 
 mod attempt;
+mod back_off;
 mod body;
 mod bounded;
+mod checkpoint;
+mod downstream;
 mod engine;
 mod execution;
 mod extract;
@@ -151,15 +223,19 @@ mod limits;
 mod live;
 mod maintenance;
 mod observe;
+#[doc = include_str!("operations.md")]
+pub mod operations {}
 mod options;
 mod profile;
 #[doc = include_str!("profiles.md")]
 pub mod profiles {}
+mod reconciler;
 mod record;
 mod recovery;
 mod rejection;
 mod rendering;
 mod replayed;
+mod resolving;
 mod response_future;
 mod retained;
 mod retention;
@@ -184,6 +260,8 @@ mod transaction;
 pub mod transactions {}
 mod waiting;
 
+pub use checkpoint::CheckpointError;
+pub use downstream::{DownstreamKey, NoDownstreamSecret};
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
 #[cfg(feature = "multipart")]
 pub use fingerprint::MultipartParts;
@@ -194,10 +272,12 @@ pub use fingerprint::{
 pub use key::{IdempotencyKey, InvalidKey, KeyFormat, MAX_KEY_LEN};
 pub use layer::{Drained, IdempotencyLayer};
 pub use profile::Profile;
+pub use reconciler::{Reconciler, Swept};
 pub use record::{Fingerprint, Mode, Owner, Record, RecordId, Scheme, State, Timestamp, Token};
-pub use recovery::{InFlight, Recovery, StoreFailure};
+pub use recovery::{Abandoned, InFlight, MissingKey, Recovery, Resolver, StoreFailure, Verdict};
 pub use rejection::Rejection;
 pub use rendering::{ErrorEnvelope, ProblemJson, RejectionContext, RenderRejection};
+pub use resolving::Resolved;
 pub use response_future::ResponseFuture;
 pub use retained::{DecodeError, RetainedResponse};
 pub use retention::{Retain, Retention, Streamed};

@@ -12,9 +12,12 @@ use std::{
 };
 
 use tokio::sync::{Notify, watch};
+#[cfg(feature = "metrics")]
+use tokio::time::Instant;
 
 use crate::{
     attempt::Attempt,
+    back_off::BackOff,
     bounded::{FOREVER, within},
     execution::Outcome,
     options::Options,
@@ -37,16 +40,24 @@ pub(crate) struct Live {
     idle: Notify,
     /// Wakes those who wait for a place.
     freed: Notify,
+    /// Tells sweeps that no further one is to begin.
+    drain: Notify,
     /// Tells every run to stop where it is.
     abort: Notify,
     aborted: AtomicBool,
     attempts: Mutex<HashMap<Token, Arc<Attempt>, BuildHasherDefault<AsIs>>>,
     pub(crate) waiting: Waiting,
+    /// Records that are held in order to find out what their runs did.
+    resolving: AtomicUsize,
+    pub(crate) back_off: BackOff,
     orphans: Mutex<VecDeque<Orphan>>,
     /// Orphans not settled yet, the one at hand included.
     orphaned: AtomicUsize,
     pub(crate) settling: Arc<AtomicBool>,
     pub(crate) maintained: Arc<AtomicBool>,
+    /// When the claims of this process were last known to be renewed.
+    #[cfg(feature = "metrics")]
+    beaten: Mutex<Option<Instant>>,
     /// The shortest and the longest lease of the layers that share this. The background task
     /// watches it, and ends when the last handle is gone.
     leases: watch::Sender<(Duration, Duration)>,
@@ -97,14 +108,19 @@ impl Live {
             places: Mutex::default(),
             idle: Notify::new(),
             freed: Notify::new(),
+            drain: Notify::new(),
             abort: Notify::new(),
             aborted: AtomicBool::new(false),
             attempts: Mutex::default(),
             waiting: Waiting::default(),
+            resolving: AtomicUsize::new(0),
+            back_off: BackOff::default(),
             orphans: Mutex::default(),
             orphaned: AtomicUsize::new(0),
             settling: Arc::default(),
             maintained: Arc::default(),
+            #[cfg(feature = "metrics")]
+            beaten: Mutex::default(),
             leases: watch::channel((Duration::MAX, Duration::ZERO)).0,
             warned_of_scope: AtomicBool::new(false),
         }
@@ -162,12 +178,14 @@ impl Live {
         places.claiming + places.running
     }
 
-    /// Ends when every run has ended and every claim left behind is settled.
+    /// Ends when every run has ended, no record is held to find out about it, and every claim left behind
+    /// is settled.
     pub(crate) async fn idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            if self.running() == 0 && self.orphaned.load(Ordering::SeqCst) == 0 {
+            let resolving = self.resolving.load(Ordering::SeqCst);
+            if self.running() == 0 && resolving == 0 && !self.has_orphans() {
                 return;
             }
             idle.await;
@@ -181,7 +199,17 @@ impl Live {
     pub(crate) fn stop_admitting(&self) {
         lock(&self.places).draining = true;
         self.freed.notify_waiters();
+        self.drain.notify_waiters();
         self.waiting.wake_all();
+    }
+
+    /// Ends when the layer is drained.
+    pub(crate) async fn draining(&self) {
+        let mut drain = pin!(self.drain.notified());
+        drain.as_mut().enable();
+        if !self.is_draining() {
+            drain.await;
+        }
     }
 
     /// Tells every run to stop; each then abandons its claim itself, once it has ended.
@@ -201,6 +229,12 @@ impl Live {
         if !self.is_aborted() {
             abort.await;
         }
+    }
+
+    /// Counts a record that is held to find out about it, until the guard is dropped.
+    pub(crate) fn resolves(self: &Arc<Self>) -> Resolves {
+        self.resolving.fetch_add(1, Ordering::SeqCst);
+        Resolves(self.clone())
     }
 
     /// Puts a won claim under the heartbeat until the guard is dropped.
@@ -223,6 +257,24 @@ impl Live {
     /// The claim with this token, if its run is going on here.
     pub(crate) fn running_here(&self, token: &Token) -> Option<Ticket> {
         lock(&self.attempts).get(token)?.ticket().cloned()
+    }
+
+    /// Runs, and outcomes still to be recorded.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn runs(&self) -> usize {
+        lock(&self.places).running
+    }
+
+    /// The claims are renewed from `at`, or there were none to be renewed.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn beaten(&self, at: Instant) {
+        *lock(&self.beaten) = Some(at);
+    }
+
+    /// How long ago that was.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn heartbeat_age(&self) -> Duration {
+        lock(&self.beaten).map_or(Duration::ZERO, |at| at.elapsed())
     }
 
     pub(crate) fn leases(&self) -> watch::Receiver<(Duration, Duration)> {
@@ -329,6 +381,17 @@ impl<'a> Hope<'a> {
 impl Drop for Hope<'_> {
     fn drop(&mut self) {
         lock(&self.0.places).hoping -= 1;
+    }
+}
+
+/// A record that is held to find out about it.
+pub(crate) struct Resolves(Arc<Live>);
+
+impl Drop for Resolves {
+    fn drop(&mut self) {
+        if self.0.resolving.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.idle.notify_waiters();
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::{
     observe::{self, Operation},
     options::Options,
     record::Token,
-    store::{Settled, Store},
+    store::{Inspect, Settled, Store},
 };
 
 /// How many records one purge removes at most, so that claims never wait long behind it.
@@ -45,16 +45,60 @@ impl Drop for Mark {
     }
 }
 
-/// Heartbeat and purge. Side by side, so that a purge that takes its time costs no claim its lease.
-pub(crate) async fn maintain<S: Store>(
+/// Heartbeat, purge, and what is shown of both and of the store. Side by side, so that a purge that takes its
+/// time costs no claim its lease.
+pub(crate) async fn maintain<S: Inspect>(
     store: S,
     options: Arc<Options>,
     live: Weak<Live>,
     leases: watch::Receiver<(Duration, Duration)>,
     _mark: Mark,
 ) {
+    #[cfg(feature = "metrics")]
+    let shown = first(
+        observe::gauges::show(live.clone()),
+        count_records(&store, &options),
+    );
+    #[cfg(not(feature = "metrics"))]
+    let shown = std::future::pending::<()>();
     let beats = heartbeats(&store, &options, live, leases);
-    first(beats, purges(&store, &options)).await;
+    first(beats, first(purges(&store, &options), shown)).await;
+    // Without this layer.
+    #[cfg(feature = "metrics")]
+    observe::gauges::sample();
+}
+
+/// How long a count may take. Not `store_timeout`: what is given up then would be begun again, and never end.
+#[cfg(feature = "metrics")]
+const COUNTING: Duration = Duration::from_secs(60);
+
+/// How many times as long as a count took there is none, so that counting takes a tenth of the time.
+#[cfg(feature = "metrics")]
+const RESTS: u32 = 9;
+
+/// Shows what the store holds. It reads the whole table for that, so it does so rarely, and only where
+/// somebody looks.
+#[cfg(feature = "metrics")]
+async fn count_records<S: Inspect>(store: &S, options: &Options) {
+    observe::metrics::describe();
+    if options.count_records_every == Duration::MAX {
+        return std::future::pending().await;
+    }
+    loop {
+        let begun = Instant::now();
+        if observe::metrics::is_collected() {
+            match within(COUNTING, store.counts()).await {
+                Some(Ok(counts)) => observe::metrics::records(counts),
+                failed => {
+                    let error = failed.and_then(Result::err);
+                    observe::store_failed(Operation::Counts, error.as_ref());
+                }
+            }
+        }
+        let rest = begun.elapsed().saturating_mul(RESTS);
+        let pause = jittered(options.count_records_every.min(FOREVER));
+        tokio::time::sleep(pause.max(rest)).await;
+    }
 }
 
 async fn heartbeats<S: Store>(
@@ -147,6 +191,8 @@ impl Heartbeat {
             (ticket.token, until.unwrap_or(since + lease))
         }));
         if attempts.is_empty() {
+            #[cfg(feature = "metrics")]
+            live.beaten(asked);
             return Beat::Renewed;
         }
         let tickets: Vec<_> = attempts.iter().map(|(ticket, _)| ticket.clone()).collect();
@@ -157,6 +203,8 @@ impl Heartbeat {
                 self.until.insert(ticket.token, asked + lease);
                 attempt.set_lost(settled == Settled::Lost);
             }
+            #[cfg(feature = "metrics")]
+            live.beaten(asked);
             return Beat::Renewed;
         }
         observe::store_failed(Operation::Renew, renewed.and_then(Result::err).as_ref());
@@ -205,11 +253,17 @@ async fn settle_queued<S: Store>(store: &S, live: &Arc<Live>, ends: &mut Option<
         let over = ends.map(|ends| ends.saturating_duration_since(Instant::now()));
         let tried = try_to_record(store, &orphan.options, &orphan.ticket, &mut orphan.outcome);
         match within(over.unwrap_or(limit), tried).await {
-            Some(Tried::Settled(_) | Tried::Hopeless) => {
+            Some(Tried::Settled(_)) => {
+                at_hand.settled();
+                pause = Pause::default();
+            }
+            Some(Tried::Hopeless) => {
+                observe::recording_failed(orphan.outcome.operation());
                 at_hand.settled();
                 pause = Pause::default();
             }
             Some(Tried::Failed) | None if over.is_some_and(|left| left.is_zero()) => {
+                observe::recording_failed(orphan.outcome.operation());
                 at_hand.settled();
             }
             Some(Tried::Failed) | None => {
@@ -278,6 +332,6 @@ impl Pause {
 }
 
 /// Between half of and the whole duration, so that many processes do not move in step.
-fn jittered(duration: Duration) -> Duration {
+pub(crate) fn jittered(duration: Duration) -> Duration {
     duration.mul_f64(0.5 + rand::random::<f64>() / 2.0)
 }

@@ -1,10 +1,27 @@
-//! Every event this crate emits and the names of its fields. No key, scope, header value or body
-//! is ever among them.
+//! Every event, span and metric of this crate. No key, scope or body is ever among them, and of all headers
+//! only the request's id.
 
-use crate::{
-    IdempotencyStatus,
-    store::{StoreError, Ticket},
+mod conclusion;
+mod decision;
+#[cfg(feature = "metrics")]
+pub(crate) mod gauges;
+#[cfg(feature = "metrics")]
+pub(crate) mod metrics;
+mod request;
+mod timer;
+
+pub(crate) use self::{
+    conclusion::{By, Concluded, resolved},
+    decision::{Decision, decided, unkeyed},
+    request::Observed,
+    timer::{Timed, Timer},
 };
+#[cfg(feature = "metrics")]
+use crate::store::StoreErrorKind;
+use crate::store::{StoreError, Ticket};
+
+/// What all events say they come from, whatever file they stand in.
+const TARGET: &str = "tower_idempotency::observe";
 
 /// What the store was asked for.
 #[derive(Debug, Clone, Copy)]
@@ -17,6 +34,12 @@ pub(crate) enum Operation {
     Purge,
     Get,
     CountIn,
+    #[cfg(feature = "metrics")]
+    Counts,
+    Abandoned,
+    TakeOver,
+    Save,
+    Load,
 }
 
 impl Operation {
@@ -30,29 +53,20 @@ impl Operation {
             Self::Purge => "purge",
             Self::Get => "get",
             Self::CountIn => "count_in",
+            #[cfg(feature = "metrics")]
+            Self::Counts => "counts",
+            Self::Abandoned => "abandoned",
+            Self::TakeOver => "take_over",
+            Self::Save => "save",
+            Self::Load => "load",
         }
-    }
-}
-
-/// The one event of a request's decision.
-pub(crate) fn decided(status: IdempotencyStatus, code: Option<&'static str>) {
-    match status {
-        // A mistake of the service.
-        IdempotencyStatus::Executed if code.is_some() => {
-            tracing::error!(status = status.as_str(), code, "idempotency decision");
-        }
-        IdempotencyStatus::StoreUnavailable
-        | IdempotencyStatus::Overloaded
-        | IdempotencyStatus::OutcomeUnknown
-        | IdempotencyStatus::Unprotected => {
-            tracing::warn!(status = status.as_str(), code, "idempotency decision");
-        }
-        _ => tracing::debug!(status = status.as_str(), code, "idempotency decision"),
     }
 }
 
 /// The store failed to do something; `None` means that it did not answer in time.
 pub(crate) fn store_failed(operation: Operation, error: Option<&StoreError>) {
+    #[cfg(feature = "metrics")]
+    metrics::store_failed(operation, error);
     let operation = operation.as_str();
     match error {
         Some(error) => tracing::warn!(
@@ -68,6 +82,8 @@ pub(crate) fn store_failed(operation: Operation, error: Option<&StoreError>) {
 
 /// An outcome could not be recorded in time, so the caller is answered before it is durable.
 pub(crate) fn recording_late(operation: Operation) {
+    #[cfg(feature = "metrics")]
+    metrics::recording_late();
     tracing::error!(
         operation = operation.as_str(),
         "idempotency record not written within store_timeout; trying on in the background"
@@ -77,6 +93,8 @@ pub(crate) fn recording_late(operation: Operation) {
 /// An outcome could not be recorded at all. Its key stays in flight until the lease or `max_run`
 /// is over, and counts as abandoned then.
 pub(crate) fn recording_failed(operation: Operation) {
+    #[cfg(feature = "metrics")]
+    metrics::recording_failed();
     tracing::error!(
         operation = operation.as_str(),
         "idempotency record not written; the outcome of this run will count as unknown"
@@ -95,6 +113,11 @@ pub(crate) fn ownership_lost(operation: Operation, ticket: &Ticket) {
 /// A handler's transaction could not be committed; `None` means that the database did not answer in time.
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub(crate) fn commit_failed(error: Option<&sqlx::Error>) {
+    #[cfg(feature = "metrics")]
+    metrics::failed(
+        "commit",
+        error.map_or("timeout", |_| kind_of(StoreErrorKind::Unavailable)),
+    );
     match error {
         // What a database says may show values; its code does not.
         Some(error) => tracing::warn!(
@@ -129,12 +152,93 @@ pub(crate) fn begun_again(rerun: u32) {
 
 /// A retained response could not be read back.
 pub(crate) fn damaged_record(error: &crate::DecodeError) {
+    #[cfg(feature = "metrics")]
+    metrics::failed("decode", kind_of(StoreErrorKind::Corrupt));
     tracing::error!(error = %error, "retained response cannot be read");
 }
 
+/// Why a run has no outcome.
+#[derive(Clone, Copy)]
+pub(crate) enum CutOff {
+    Failed,
+    Panicked,
+    Drained,
+    GaveUp,
+}
+
+impl CutOff {
+    #[cfg(feature = "metrics")]
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Failed => "failed",
+            Self::Panicked => "panicked",
+            Self::Drained => "drained",
+            Self::GaveUp => "gave_up",
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Failed => "the inner service failed",
+            Self::Panicked => "the handler panicked",
+            Self::Drained => "the run was aborted by drain",
+            Self::GaveUp => {
+                "the handler does not know it: its claim may be lost, or it said so by Retain::Abandon"
+            }
+        }
+    }
+}
+
 /// A run was cut off without an answer.
-pub(crate) fn abandoned(why: &'static str) {
+pub(crate) fn abandoned(why: CutOff) {
+    #[cfg(feature = "metrics")]
+    metrics::abandoned(why);
+    let why = why.text();
     tracing::error!(why, "idempotent run abandoned; its outcome is unknown");
+}
+
+/// The databases that carry out many operations at once.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+#[derive(Clone, Copy)]
+#[cfg_attr(
+    not(all(feature = "sqlite", feature = "postgres")),
+    allow(dead_code, reason = "each is one feature's")
+)]
+pub(crate) enum Database {
+    Sqlite,
+    Postgres,
+}
+
+#[cfg(all(feature = "metrics", any(feature = "sqlite", feature = "postgres")))]
+impl Database {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Sqlite => "sqlite",
+            Self::Postgres => "postgres",
+        }
+    }
+}
+
+/// So many operations have shared a transaction or a statement.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn batch(store: Database, operations: usize) {
+    #[cfg(feature = "metrics")]
+    metrics::batch(store, operations);
+    #[cfg(not(feature = "metrics"))]
+    let _ = (store, operations);
+}
+
+#[cfg(feature = "metrics")]
+fn kind_of(kind: StoreErrorKind) -> &'static str {
+    match kind {
+        StoreErrorKind::Unavailable => "unavailable",
+        StoreErrorKind::Full => "full",
+        StoreErrorKind::Corrupt => "corrupt",
+        StoreErrorKind::Schema => "schema",
+        StoreErrorKind::Invalid => "invalid",
+        StoreErrorKind::Keys => "keys",
+        StoreErrorKind::Closed => "closed",
+    }
 }
 
 /// Requests of several callers share one namespace of keys, and nobody said that this is meant.

@@ -4,15 +4,17 @@ use std::{fmt, iter, sync::Arc, time::Duration};
 
 use axum::body::Body;
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Method, Response, StatusCode, request::Parts};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, request::Parts};
 
 use crate::{
-    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyStatus, InFlight, KeyFormat, Mode,
-    ProblemJson, Recovery, Rejection, RejectionContext, RenderRejection, Retention, Scope,
-    StoreFailure,
+    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyStatus, InFlight, KeyFormat,
+    MissingKey, Mode, ProblemJson, Recovery, Rejection, RejectionContext, RenderRejection,
+    Retention, Scope, StoreFailure,
+    downstream::DownstreamSecret,
     fingerprint::original_uri,
     limits::ScopeLimit,
-    observe,
+    observe::{self, Decision, Observed},
+    recovery::Resolves,
     retained::SkippedHeaders,
     status::{REPLAY_HEADER, STATUS_HEADER},
     store::Lifetimes,
@@ -45,8 +47,14 @@ pub(crate) struct Options {
     pub(crate) max_waiting: usize,
     pub(crate) in_flight: InFlight,
     pub(crate) recovery: Recovery,
+    pub(crate) resolver: Option<Arc<dyn Resolves>>,
+    pub(crate) resolver_timeout: Duration,
+    pub(crate) downstream: Option<DownstreamSecret>,
+    pub(crate) missing_key: MissingKey,
     pub(crate) store_failure: StoreFailure,
     pub(crate) store_timeout: Duration,
+    #[cfg(feature = "metrics")]
+    pub(crate) count_records_every: Duration,
     pub(crate) request_body_limit: usize,
     pub(crate) response_body_limit: usize,
     pub(crate) buffer_timeout: Duration,
@@ -85,8 +93,14 @@ impl Default for Options {
             max_waiting: 1024,
             in_flight: InFlight::Refuse,
             recovery: Recovery::Refuse,
+            resolver: None,
+            resolver_timeout: Duration::from_secs(10),
+            downstream: None,
+            missing_key: MissingKey::Refuse,
             store_failure: StoreFailure::Refuse,
             store_timeout: Duration::from_secs(5),
+            #[cfg(feature = "metrics")]
+            count_records_every: Duration::from_secs(60),
             request_body_limit: 1024 * 1024,
             response_body_limit: 1024 * 1024,
             buffer_timeout: Duration::from_secs(1),
@@ -152,13 +166,24 @@ impl Options {
 
     /// The request's id, when it has one that is worth keeping.
     pub(crate) fn request_id<'a>(&self, head: &'a Parts) -> Option<&'a str> {
-        let id = head.headers.get(&self.request_id_header)?.to_str().ok()?;
-        (!id.is_empty() && id.len() <= MAX_REQUEST_ID_LEN).then_some(id)
+        self.request_id_value(&head.headers)?.to_str().ok()
+    }
+
+    /// As [`request_id`](Self::request_id), to be kept.
+    pub(crate) fn request_id_value<'a>(&self, headers: &'a HeaderMap) -> Option<&'a HeaderValue> {
+        let value = headers.get(&self.request_id_header)?;
+        let id = value.to_str().ok()?;
+        (!id.is_empty() && id.len() <= MAX_REQUEST_ID_LEN).then_some(value)
     }
 
     /// Renders a refusal and says so in the response's extensions and in an event. Without a head
     /// the request has been handed to its handler already.
-    pub(crate) fn refuse(&self, head: Option<&Parts>, rejection: &Rejection) -> Response<Body> {
+    pub(crate) fn refuse(
+        &self,
+        head: Option<&Parts>,
+        rejection: &Rejection,
+        observed: &Observed,
+    ) -> Response<Body> {
         let status = match rejection {
             Rejection::KeyReused { .. } => self.reuse_status,
             other => other.status(),
@@ -172,9 +197,9 @@ impl Options {
             documentation_url: self.documentation_url.as_deref(),
         };
         let response = self.rejections.render(rejection, &context);
-        let said = rejection.idempotency_status();
-        observe::decided(said, Some(rejection.code()));
-        self.marked(response, said)
+        let decision = Decision::refused(rejection);
+        observe::decided(observed, decision);
+        self.marked(response, decision.status())
     }
 
     /// Says on the answer what was done: to the layers around this one, and to the client where it is to be
@@ -225,6 +250,8 @@ impl fmt::Debug for Options {
             .field("max_running", &self.max_running)
             .field("in_flight", &self.in_flight)
             .field("recovery", &self.recovery)
+            .field("resolver", &self.resolver.is_some())
+            .field("missing_key", &self.missing_key)
             .field("store_failure", &self.store_failure)
             .field("store_timeout", &self.store_timeout)
             .field("mode", &self.mode())

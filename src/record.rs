@@ -44,7 +44,6 @@ impl RecordId {
         self
     }
 
-    #[cfg(feature = "sealing")]
     pub(crate) fn is_hashed(&self) -> bool {
         self.hashed
     }
@@ -197,8 +196,8 @@ pub enum State {
     Completed,
     /// Given up by its owner without an outcome.
     Abandoned,
-    /// Released with checkpoints: whoever asks for the same thing continues after them. Checkpoints
-    /// are part of what a store must do; a handler cannot save any yet.
+    /// Released with checkpoints: whoever asks for the same thing continues after them. See
+    /// [`Idempotency::checkpoint`](crate::Idempotency::checkpoint).
     Released,
 }
 

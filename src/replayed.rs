@@ -6,7 +6,9 @@ use axum::body::Body;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, header, request::Parts};
 
 use crate::{
-    IdempotencyStatus, Rejection, RetainedResponse, Timestamp, observe, options::Options,
+    IdempotencyStatus, Rejection, RetainedResponse, Timestamp,
+    observe::{self, Decision, Observed},
+    options::Options,
     record::Record,
 };
 
@@ -16,22 +18,28 @@ const KEY_EXPIRES: HeaderName = HeaderName::from_static("idempotency-key-expires
 
 impl Options {
     /// The answer of a completed record.
-    pub(crate) fn replay(&self, head: &Parts, mut record: Box<Record>) -> Response<Body> {
+    pub(crate) fn replay(
+        &self,
+        head: &Parts,
+        mut record: Box<Record>,
+        observed: &Observed,
+    ) -> Response<Body> {
         let Some(stored) = record.response.take() else {
             let rejection = Rejection::ResponseNotRetained {
                 status: record.status,
                 original_request_id: record.request_id,
             };
-            return self.refuse(Some(head), &rejection);
+            return self.refuse(Some(head), &rejection, observed);
         };
         let retained = match RetainedResponse::decode(stored) {
             Ok(retained) => retained,
             Err(error) => {
                 observe::damaged_record(&error);
-                return self.refuse(Some(head), &Rejection::StoreUnavailable);
+                return self.refuse(Some(head), &Rejection::StoreUnavailable, observed);
             }
         };
-        observe::decided(IdempotencyStatus::Replayed, None);
+        let decision = Decision::replayed(record.request_id.as_deref());
+        observe::decided(observed, decision);
         let mut response = retained.into_response();
         let headers = response.headers_mut();
         headers.insert(self.replay_header.clone(), HeaderValue::from_static("true"));

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use http::Response;
 use pin_project_lite::pin_project;
 use tokio::runtime::Handle;
-use tracing::{Instrument, Span};
+use tracing::{Instrument, Span, level_filters::LevelFilter};
 
 use crate::attempt::Attempt;
 
@@ -59,15 +59,22 @@ impl<F, E> ResponseFuture<F, E> {
         Self { kind }
     }
 
-    pub(crate) fn keyed(run: Run<E>, attempt: Arc<Attempt>) -> Self
+    /// Runs in `span`; where that is disabled, in whatever span it is polled.
+    pub(crate) fn keyed(run: Run<E>, attempt: Arc<Attempt>, span: Span) -> Self
     where
         E: Send + 'static,
     {
+        let enters = !span.is_disabled();
         let run = Survivor {
             run: Some(run),
             attempt,
             runtime: Handle::try_current().ok(),
-            span: Span::current(),
+            span: match LevelFilter::current() {
+                LevelFilter::OFF => span,
+                _ if enters => span,
+                _ => Span::current(),
+            },
+            enters,
             go_on: |runtime, run, span| drop(runtime.spawn(run.instrument(span))),
         };
         let kind = Kind::Keyed { run };
@@ -112,6 +119,8 @@ struct Survivor<E> {
     /// Taken before the end: in `drop` there may be no runtime, and the span is another.
     runtime: Option<Handle>,
     span: Span,
+    /// Whether the span is the run's own, and not that of the layers around.
+    enters: bool,
     go_on: fn(&Handle, Run<E>, Span),
 }
 
@@ -123,6 +132,7 @@ impl<E> Survivor<E> {
         }
         // Out of `self` while it is polled: a poll that unwinds leaves nothing to go on with.
         let mut run = self.run.take().expect("polled after it was ready");
+        let _entered = self.enters.then(|| self.span.enter());
         let answer = run.as_mut().poll(cx);
         if answer.is_pending() {
             self.run = Some(run);

@@ -78,9 +78,9 @@ impl fmt::Display for DecodeError {
         match self {
             Self::Version(version) => write!(
                 f,
-                "the retained response has the unknown form {version}; a newer version wrote it"
+                "what is stored has the unknown form {version}; a newer version wrote it"
             ),
-            Self::Damaged => f.write_str("the retained response is damaged"),
+            Self::Damaged => f.write_str("what is stored is damaged"),
             Self::Sealed { key_id } => write!(
                 f,
                 "it is sealed with the key {key_id:?}: wrap the store in a SealedStore that has this key"

@@ -31,6 +31,10 @@ pub enum Retain {
     Release,
     /// Remember that it is done, but not the response: a retry is told so, and does not run.
     Tombstone,
+    /// Say that the outcome is not known, as when a provider has not answered: the key is left to the
+    /// [`resolver`](crate::IdempotencyLayer::resolver) and to [`Recovery`](crate::Recovery), as if the run had
+    /// been cut off. In transactional mode nothing was committed then, so the key is free.
+    Abandon,
 }
 
 /// Marks a response that is to be sent as it comes, however long it takes: its record is a

@@ -2,7 +2,7 @@
 
 use std::{
     fmt, mem,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, OnceLock, atomic::Ordering},
     task::{Context, Poll},
     time::Duration,
 };
@@ -14,18 +14,20 @@ use tokio::time::Instant;
 use tower_service::Service;
 
 use crate::{
-    IdempotencyKey, IdempotencyStatus, Rejection, UndecodableBody,
+    IdempotencyKey, IdempotencyStatus, MissingKey, Rejection, UndecodableBody,
     attempt::Attempt,
+    back_off::BackOff,
     body::{Buffered, read_request},
     bounded::{FOREVER, within},
     engine::Engine,
     execution::{self, Claimed, Inner, Undo},
     extract::Idempotency,
     maintenance::Pause,
-    observe::{self, Operation},
+    observe::{self, By, Observed, Operation, Timed, Timer},
     options::Options,
     record::{Fingerprint, Mode, Record, RecordId, Scheme, Token},
-    recovery::{InFlight, StoreFailure},
+    recovery::{InFlight, Resolves, StoreFailure},
+    resolving::{self, Question, Resolved},
     response_future::ResponseFuture,
     scope::{MAX_SCOPE_LEN, Scope},
     store::{Checkpoints, Claim, ClaimRequest, Held, Inspect, Settled, Store, StoreErrorKind},
@@ -102,18 +104,25 @@ where
             None => Err(Rejection::KeyRequired),
             Some(key) => key.map_err(Rejection::KeyInvalid),
         };
+        if let (MissingKey::Observe, Err(rejection)) = (options.missing_key, &key) {
+            observe::unkeyed(options, &request, rejection);
+            return self.pass(request.map(Body::new));
+        }
         // The instance that was polled ready is the one to be called, or to be dropped: what being
         // ready holds is then given back.
         let clone = self.inner.clone();
         let readied = mem::replace(&mut self.inner, clone);
         let (head, body) = request.into_parts();
+        let observed = Observed::new(options, &head.headers, key.as_ref().ok());
         let key = match key {
             Ok(key) => key,
             Err(rejection) => {
-                return ResponseFuture::refused(options.refuse(Some(&head), &rejection));
+                let refused = options.refuse(Some(&head), &rejection, &observed);
+                return ResponseFuture::refused(refused);
             }
         };
-        let attempt = Arc::new(Attempt::new(self.engine.clone()));
+        let span = observed.span();
+        let attempt = Arc::new(Attempt::new(self.engine.clone(), observed));
         let run = keyed(
             self.engine.clone(),
             Inner::readied(readied),
@@ -122,7 +131,7 @@ where
             key,
             attempt.clone(),
         );
-        ResponseFuture::keyed(Box::pin(run), attempt)
+        ResponseFuture::keyed(Box::pin(run), attempt, span)
     }
 }
 
@@ -171,16 +180,16 @@ where
     let options = &engine.options;
     let scope = match engine.scope(&head) {
         Ok(scope) => scope,
-        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection, attempt.observed())),
     };
     let id = RecordId::new(scope, key);
     // Before the body is read: a flood costs no more than it has to.
     if let Err(rejection) = engine.keep_to_limit(&id).await {
-        return Ok(options.refuse(Some(&head), &rejection));
+        return Ok(options.refuse(Some(&head), &rejection, attempt.observed()));
     }
     let body = match read_request(body, options.request_body_limit).await {
         Ok(body) => body,
-        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection, attempt.observed())),
     };
     let fingerprinted = match options.fingerprint.fingerprint(&head, &body.data) {
         Ok(fingerprint) => Ok((options.fingerprint.name(), fingerprint)),
@@ -188,7 +197,7 @@ where
     };
     let (scheme, fingerprint) = match fingerprinted {
         Ok(fingerprinted) => fingerprinted,
-        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection, attempt.observed())),
     };
     let asked = Asked {
         id,
@@ -196,16 +205,19 @@ where
         fingerprint,
         head: &head,
         body: &body.data,
+        resolved: OnceLock::new(),
     };
     let decision = decide(&engine, &mut inner, &asked, &attempt).await;
 
     let claimed = match decision {
         Ok(Decision::Run(claimed)) => claimed,
-        Ok(Decision::Replay(record)) => return Ok(options.replay(&head, record)),
-        Ok(Decision::Unprotected) => {
-            return Box::pin(run_unprotected(engine, inner, head, body)).await;
+        Ok(Decision::Replay(record)) => {
+            return Ok(options.replay(&head, record, attempt.observed()));
         }
-        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection)),
+        Ok(Decision::Unprotected) => {
+            return Box::pin(run_unprotected(engine, inner, head, body, &attempt)).await;
+        }
+        Err(rejection) => return Ok(options.refuse(Some(&head), &rejection, attempt.observed())),
     };
     Box::pin(execution::run(engine, inner, head, body, attempt, claimed)).await
 }
@@ -216,6 +228,7 @@ async fn run_unprotected<I, RB, S>(
     mut inner: Inner<I>,
     mut head: Box<Parts>,
     body: Buffered,
+    attempt: &Attempt,
 ) -> Result<Response<Body>, I::Error>
 where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
@@ -223,6 +236,8 @@ where
     RB::Error: Into<axum::BoxError>,
 {
     inner.make_ready().await?;
+    // Said beforehand: it runs, however that ends.
+    observe::decided(attempt.observed(), observe::Decision::unprotected());
     let mut response = match &engine.options.transactor {
         None => inner.call(head, body).await?,
         Some(transactor) => {
@@ -232,7 +247,6 @@ where
             transacted::pass(engine.options.clone(), work, running).await?
         }
     };
-    observe::decided(IdempotencyStatus::Unprotected, None);
     response.headers_mut().remove(&engine.options.replay_header);
     Ok(engine
         .options
@@ -247,6 +261,8 @@ struct Asked<'a> {
     fingerprint: Fingerprint,
     head: &'a Parts,
     body: &'a Bytes,
+    /// The token of the record that was to be resolved on its behalf; once is enough.
+    resolved: OnceLock<Token>,
 }
 
 /// What is to be done with a keyed request that is not refused.
@@ -388,6 +404,18 @@ async fn claim<S: Inspect + Checkpoints>(
         }
         // What such a run did, if it did not complete, was never committed.
         let without_effect = held.released || held.mode == Mode::Transactional;
+        // It could not be taken over under this token, so somebody else is just doing that.
+        if !without_effect && asked.resolved.get() == Some(&held.token) {
+            return Ok(Claiming::InFlight(held));
+        }
+        if !without_effect && let Some(resolver) = engine.may_ask(asked, &held) {
+            // In a box, so that the requests that need not ask do not carry its weight.
+            Box::pin(ask(engine, resolver, asked, &held, attempt)).await?;
+            match attempt.is_gone() {
+                true => return Ok(Claiming::InFlight(held)),
+                false => continue,
+            }
+        }
         if !without_effect && !options.recovery.allows_after(held.attempt) {
             return Err(Rejection::OutcomeUnknown {
                 original_request_id: held.request_id,
@@ -405,6 +433,36 @@ async fn claim<S: Inspect + Checkpoints>(
     Err(Rejection::InFlight {
         original_request_id: None,
     })
+}
+
+/// Has the resolver asked what the abandoned run did, and settles its record. Then it is for the next look to
+/// see what has become of it.
+async fn ask<S: Inspect + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    resolver: Arc<dyn Resolves>,
+    asked: &Asked<'_>,
+    held: &Held,
+    attempt: &Attempt,
+) -> Result<(), Rejection> {
+    asked.resolved.get_or_init(|| held.token);
+    let record = engine.find(&asked.id).await?;
+    let Some(record) = record.filter(|record| record.token == held.token) else {
+        return Ok(());
+    };
+    // From here on the record may be held: if the caller leaves now, this goes on without it.
+    attempt.set_must_finish(true);
+    let question = Question::Resolver(resolver);
+    let resolved = resolving::resolve(engine, record, By::Request, question).await;
+    attempt.set_must_finish(false);
+    let name = BackOff::name(&engine.store.stored_id(&asked.id));
+    let back_off = &engine.live.back_off;
+    match resolved {
+        Ok(Resolved::Left) => back_off.left_by_request(name, held.attempt),
+        Ok(Resolved::Answered | Resolved::Freed) => back_off.settled(&name),
+        Ok(Resolved::Lost) => {}
+        Err(_) => return Err(Rejection::StoreUnavailable),
+    }
+    Ok(())
 }
 
 /// What a request claims with.
@@ -451,6 +509,7 @@ async fn send_claim<S: Inspect + Checkpoints>(
         bid,
         may_stand: true,
     };
+    let timer = Timer::start();
     let claimed = within(engine.options.store_timeout, async {
         for resend in 0.. {
             let request = bid.request(&engine.options, asked);
@@ -471,6 +530,7 @@ async fn send_claim<S: Inspect + Checkpoints>(
         None
     })
     .await;
+    timer.stop(Timed::Claim);
     match claimed {
         Some(Some(claim)) => {
             sent.may_stand = false;
@@ -563,7 +623,7 @@ impl<S: Inspect> Engine<S> {
 
     /// Whether a claim that looks abandoned is one of this process, whose run is going on: then the
     /// heartbeat came too late, which the run must not pay for. Past `max_run` it is abandoned.
-    async fn runs_here(&self, held: &Held) -> bool {
+    pub(crate) async fn runs_here(&self, held: &Held) -> bool {
         let Some(ticket) = self.live.running_here(&held.token) else {
             return false;
         };
@@ -577,6 +637,19 @@ impl<S: Inspect> Engine<S> {
         Err(Rejection::KeyReused {
             original_request_id: held.request_id.clone(),
         })
+    }
+}
+
+impl<S: Inspect + Checkpoints> Engine<S> {
+    /// The resolver, where there is one and it is to be asked on behalf of this request.
+    fn may_ask(&self, asked: &Asked<'_>, held: &Held) -> Option<Arc<dyn Resolves>> {
+        let resolver = self.options.resolver.as_ref()?;
+        if asked.resolved.get().is_some() {
+            return None;
+        }
+        let name = BackOff::name(&self.store.stored_id(&asked.id));
+        let may = self.live.back_off.request_may_ask(&name, held.attempt);
+        may.then(|| resolver.clone())
     }
 }
 

@@ -11,13 +11,14 @@ use http::{
 use tower_service::Service;
 
 use crate::{
-    Rejection, Retain,
+    Idempotency, Rejection, Retain,
+    attempt::Attempt,
     body::Buffered,
     bounded::{Boxed, First, first, within},
     engine::Engine,
     execution::{Hold, Inner, Outcome, Undo, Watched, answered, keep, recorded, settle, watched},
     maintenance::Pause,
-    observe::{self, Operation},
+    observe::{self, Decision, Operation, Timed, Timer},
     options::Options,
     record::{Record, State},
     store::{Completion, Inspect, Lifetimes, Settled, Ticket},
@@ -46,6 +47,17 @@ pub(crate) enum Left {
     Back,
     /// The handler has answered, and somebody still holds it.
     Out,
+}
+
+/// What a transaction is in the way of while it is open.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Open {
+    /// It is not.
+    Not,
+    /// Of what would change the same rows.
+    Beside,
+    /// Of every other write.
+    Alone,
 }
 
 /// What is to be written to a record together with the effect.
@@ -99,6 +111,9 @@ pub(crate) trait Work: Send + Sync {
     /// Whether a statement failed for the sake of another transaction.
     fn conflicted(&self) -> bool;
 
+    /// What is in the way of other connections.
+    fn open(&self) -> Open;
+
     /// Ends when the transaction has lasted as long as it may.
     fn overdue(&self) -> Boxed<'_, ()>;
 
@@ -131,6 +146,7 @@ impl Drop for Closing {
 pub(crate) struct Run<S> {
     pub(crate) engine: Arc<Engine<S>>,
     pub(crate) transactor: Arc<dyn Transactor>,
+    pub(crate) attempt: Arc<Attempt>,
     pub(crate) ticket: Ticket,
     /// What the record becomes when this run has no effect.
     pub(crate) undo: Undo,
@@ -190,10 +206,12 @@ impl<S: Inspect> Run<S> {
             let ended = match handled {
                 Watched::Done(Ok(ended)) => ended,
                 Watched::Done(Err(error)) => {
+                    observe::decided(self.attempt.observed(), Decision::ran(&self.ticket));
                     settle(hold, undone).await;
                     return Err(error);
                 }
                 Watched::Panicked(panic) => {
+                    observe::decided(self.attempt.observed(), Decision::ran(&self.ticket));
                     settle(hold, undone).await;
                     resume_unwind(panic)
                 }
@@ -231,6 +249,9 @@ impl<S: Inspect> Run<S> {
         let _closing = Closing(work.clone());
         let (mut head, body) = (self.head.clone(), self.body.clone());
         work.clone().offer(&mut head.extensions);
+        if let Some(idempotency) = head.extensions.get::<Idempotency>() {
+            idempotency.is_offered(&work);
+        }
         let handled = pin!(Some(async {
             inner.make_ready().await?;
             let (parts, body) = inner.call(head, body).await?.into_parts();
@@ -277,7 +298,10 @@ impl<S: Inspect> Run<S> {
             done,
             lifetimes: options.lifetimes(),
         });
-        match work.commit(Some(&recording), options.store_timeout).await {
+        let timer = Timer::start();
+        let committed = work.commit(Some(&recording), options.store_timeout).await;
+        timer.stop(Timed::Complete);
+        match committed {
             Committed::Done => Ended::Committed(parts, body),
             Committed::Lost => {
                 observe::ownership_lost(Operation::Complete, &self.ticket);
@@ -296,11 +320,13 @@ impl<S: Inspect> Run<S> {
     /// Tells the record, and then the client.
     async fn answer(self, ended: Ended, hold: Hold<S>) -> Response<Body> {
         let options = &self.engine.options;
-        let refuse = |rejection| options.refuse(Some(&self.head), &rejection);
+        let observed = self.attempt.observed();
+        let refuse = |rejection| options.refuse(Some(&self.head), &rejection, observed);
+        let answered = |parts, body| answered(options, &self.attempt, &self.ticket, parts, body);
         match ended {
             Ended::Committed(parts, body) => {
                 recorded(hold);
-                answered(options, &self.ticket, parts, body)
+                answered(parts, body)
             }
             Ended::Settle(parts, body, outcome) => {
                 let keeps = matches!(outcome, Outcome::Completed(_));
@@ -308,7 +334,7 @@ impl<S: Inspect> Run<S> {
                     Some(Settled::Lost) => self.winner().await,
                     // There was no effect that the client would have to hear of before it is recorded.
                     None if keeps => refuse(Rejection::TransactionFailed),
-                    _ => answered(options, &self.ticket, parts, body),
+                    _ => answered(parts, body),
                 }
             }
             Ended::Refuse(rejection) => {
@@ -330,9 +356,7 @@ impl<S: Inspect> Run<S> {
             // Undoing the claim is a write that names its token. If it takes place, the transaction was not
             // committed and cannot be any more; if not, the record tells whose it is.
             Ended::Unknown(parts, body) => match settle(hold, self.undo.into()).await {
-                Some(Settled::Lost) if self.is_completed().await => {
-                    answered(options, &self.ticket, parts, body)
-                }
+                Some(Settled::Lost) if self.is_completed().await => answered(parts, body),
                 Some(Settled::Lost) => self.winner().await,
                 _ => refuse(Rejection::TransactionFailed),
             },
@@ -342,10 +366,14 @@ impl<S: Inspect> Run<S> {
     /// The record, after a write has told that it is another's.
     async fn record(&self) -> Option<Record> {
         let found = self.engine.store.get(&self.ticket.id);
-        let found = within(self.engine.options.store_timeout, found).await?;
-        found
-            .inspect_err(|error| observe::store_failed(Operation::Get, Some(error)))
-            .ok()?
+        match within(self.engine.options.store_timeout, found).await {
+            Some(Ok(found)) => found,
+            failed => {
+                let error = failed.and_then(Result::err);
+                observe::store_failed(Operation::Get, error.as_ref());
+                None
+            }
+        }
     }
 
     /// Whether the record was completed by this run.
@@ -364,13 +392,15 @@ impl<S: Inspect> Run<S> {
             let options = &engine.options;
             let (head, body) = (&self.head, &self.body.data);
             if options.asks_for(&record.scheme, &record.fingerprint, head, body) {
-                return options.replay(head, Box::new(record));
+                return options.replay(head, Box::new(record), self.attempt.observed());
             }
         }
         let rejection = Rejection::InFlight {
             original_request_id: None,
         };
-        engine.options.refuse(Some(&self.head), &rejection)
+        let observed = self.attempt.observed();
+        let options = &engine.options;
+        options.refuse(Some(&self.head), &rejection, observed)
     }
 }
 
@@ -411,12 +441,13 @@ async fn plan(
             }
             Some(Retain::Tombstone) => (body, Outcome::Completed(tombstone)),
             Some(Retain::Release) => (body, Outcome::Released),
-            None => (body, undo.into()),
+            // What was not committed did not happen, whatever the handler knows.
+            Some(Retain::Abandon) | None => (body, undo.into()),
         };
         return (parts, body, Plan::RollBack(outcome));
     }
     match said.unwrap_or_else(|| options.retention.decide(parts.status)) {
-        Retain::Release => {
+        Retain::Release | Retain::Abandon => {
             let plan = Plan::Instead(Rejection::TransactionMisused(CONTRADICTION));
             (parts, body, plan)
         }
@@ -433,7 +464,7 @@ pub(crate) const NOT_GIVEN_BACK: &str = "the handler answered before its Tx was 
 
 const NEVER_BEGUN: &str = "its transaction could not be begun, and the handler went on as if it had been; nothing was done";
 
-const CONTRADICTION: &str = "the handler answered that it is done, and the key was to be released as if nothing had been; nothing was done";
+const CONTRADICTION: &str = "the handler answered that it is done, and the key was to be released or abandoned, as if it were not; nothing was done";
 
 const ENDED: &str = "the handler ended its transaction by itself, with a COMMIT or ROLLBACK of its own; look up what was done";
 

@@ -28,7 +28,9 @@ use crate::{
     bounded::within,
     observe,
     store::Ticket,
-    transacted::{self, Committed, Conflicted, Left, NOT_GIVEN_BACK, Offered, Recording, Work},
+    transacted::{
+        self, Committed, Conflicted, Left, NOT_GIVEN_BACK, Offered, Open, Recording, Work,
+    },
 };
 
 /// How the transactions of a layer are begun. See
@@ -630,6 +632,16 @@ impl<DB: TxDatabase> Work for Slot<DB> {
 
     fn conflicted(&self) -> bool {
         self.conflicted.load(Ordering::Relaxed)
+    }
+
+    fn open(&self) -> Open {
+        match self.begun.get() {
+            Some(_) if self.is_over() => Open::Not,
+            // Where there is a limit to how long it is held, it is because nobody else writes meanwhile.
+            Some(_) if self.source.max_hold(&self.options).is_some() => Open::Alone,
+            Some(_) => Open::Beside,
+            None => Open::Not,
+        }
     }
 
     fn overdue(&self) -> BoxFuture<'_, ()> {

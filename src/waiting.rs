@@ -60,6 +60,12 @@ impl Waiting {
         })
     }
 
+    /// How many wait.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn len(&self) -> usize {
+        self.count.load(Ordering::SeqCst)
+    }
+
     /// Tells those who wait for this key that its run has ended.
     pub(crate) fn settled(&self, id: &RecordId) {
         if self.count.load(Ordering::SeqCst) == 0 {

@@ -48,6 +48,14 @@ impl Dice {
 }
 
 #[derive(Debug, Clone)]
+struct TakeOver {
+    id: RecordId,
+    abandoned: Token,
+    token: Token,
+    hold: Duration,
+}
+
+#[derive(Debug, Clone)]
 enum Step {
     Claim(ClaimRequest),
     Complete(Ticket, Completion, Lifetimes),
@@ -57,6 +65,7 @@ enum Step {
     Purge(usize),
     Get(RecordId),
     Forget(RecordId),
+    TakeOver(TakeOver),
     Counts,
     Abandoned(Option<Record>, usize),
     Save(Ticket, String, Bytes),
@@ -71,6 +80,7 @@ enum Answer {
     Purged(usize),
     Record(Option<Record>),
     Forgotten(bool),
+    Held(Option<Ticket>),
     Counts(Counts),
     Records(Vec<Record>),
     Loaded(Option<Vec<Checkpoint>>),
@@ -102,6 +112,10 @@ async fn carry_out(store: &(impl Inspect + Checkpoints), step: Step) -> Answer {
             found.map(|record| Answer::Record(record.map(unowned)))
         }
         Step::Forget(id) => store.forget(&id).await.map(Answer::Forgotten),
+        Step::TakeOver(asked) => {
+            let taken = store.take_over(&asked.id, asked.abandoned, asked.token, asked.hold);
+            taken.await.map(Answer::Held)
+        }
         Step::Counts => store.counts().await.map(Answer::Counts),
         Step::Abandoned(after, limit) => {
             let page = store.abandoned(after.as_ref(), limit).await;
@@ -123,6 +137,8 @@ struct Game {
     ids: Vec<RecordId>,
     tickets: Vec<Ticket>,
     seen: Vec<Record>,
+    /// How many takeovers succeeded, that this test has something to agree on.
+    held: usize,
 }
 
 impl Game {
@@ -135,12 +151,13 @@ impl Game {
             ids: vec![id("a", "bc"), id("ab", "c"), id("", "\0")],
             tickets: vec![request("never claimed").ticket(1)],
             seen: Vec::new(),
+            held: 0,
         }
     }
 
     fn step(&mut self) -> Step {
         let ticket = self.ticket();
-        match self.dice.roll(20) {
+        match self.dice.roll(23) {
             0..=6 => Step::Claim(self.claim()),
             7..=9 => Step::Complete(ticket, self.completion(), self.lifetimes()),
             10 | 11 => Step::Release(ticket, self.dice.duration()),
@@ -158,6 +175,7 @@ impl Game {
             }
             17 => Step::Load(ticket),
             18 => Step::Counts,
+            19..=21 => Step::TakeOver(self.take_over()),
             _ => {
                 let after = (!self.seen.is_empty()).then(|| self.dice.pick(&self.seen).clone());
                 Step::Abandoned(
@@ -205,6 +223,31 @@ impl Game {
         claim
     }
 
+    fn take_over(&mut self) -> TakeOver {
+        let id = self.dice.pick(&self.ids).clone();
+        let mut latest = self.tickets.iter().rev();
+        let named = latest.find(|ticket| ticket.id == id).cloned();
+        let named = match self.dice.roll(5) {
+            0 => None,
+            _ => named,
+        };
+        let abandoned = named.unwrap_or_else(|| self.ticket()).token;
+        let token = match self.dice.roll(4) {
+            0 => self.ticket().token,
+            _ => Token::random(),
+        };
+        let hold = match self.dice.roll(8) {
+            0 => Duration::ZERO,
+            _ => self.dice.duration(),
+        };
+        TakeOver {
+            id,
+            abandoned,
+            token,
+            hold,
+        }
+    }
+
     fn completion(&mut self) -> Completion {
         match self.dice.roll(3) {
             0 => Completion::tombstone(StatusCode::NO_CONTENT),
@@ -242,6 +285,10 @@ impl Game {
     fn learn(&mut self, answer: &Answer) {
         match answer {
             Answer::Claim(Claim::Won(ticket)) => self.tickets.push(ticket.clone()),
+            Answer::Held(Some(ticket)) => {
+                self.held += 1;
+                self.tickets.push(ticket.clone());
+            }
             Answer::Records(records) => self.seen.extend(records.iter().cloned()),
             _ => {}
         }
@@ -310,8 +357,10 @@ impl Group<'_> {
         let mut leases = Vec::new();
         for ((step, answer), expected) in steps.zip(self.expected.drain(..)) {
             assert_eq!(answer, expected, "seed {seed}: {step:?}");
-            if let (Step::Claim(claim), Answer::Claim(Claim::Won(_))) = (step, answer) {
-                leases.push(claim.lease);
+            match (step, answer) {
+                (Step::Claim(claim), Answer::Claim(Claim::Won(_))) => leases.push(claim.lease),
+                (Step::TakeOver(asked), Answer::Held(Some(_))) => leases.push(asked.hold),
+                _ => {}
             }
         }
         if self.together == Together::ClaimsOnOneKey {
@@ -330,7 +379,7 @@ async fn play(
     memory: &[MemoryStore; 2],
     stores: &[TestStore; 2],
     together: Together,
-) {
+) -> usize {
     let mut game = Game::new(seed);
     for _ in 0..14 {
         let by = game.dice.duration() - Duration::from_millis(1);
@@ -368,18 +417,21 @@ async fn play(
         memory[0].forget(id).await.unwrap();
         stores[0].forget(id).await.unwrap();
     }
+    game.held
 }
 
 async fn every_answer_is_the_protocols(world: impl Fn() -> World, together: Together) {
+    let mut held = 0;
     for start in 0..8 {
         let world = world();
         let memory = MemoryStore::options().clock(world.clock.clone()).build();
         let memory = [memory.clone(), memory.instance()];
         let stores = [world.open().await, world.open().await];
         for seed in start * 32..(start + 1) * 32 {
-            play(seed, &world, &memory, &stores, together).await;
+            held += play(seed, &world, &memory, &stores, together).await;
         }
     }
+    assert!(held > 100, "only {held} takeovers succeeded");
 }
 
 #[tokio::test]

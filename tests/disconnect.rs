@@ -401,8 +401,8 @@ every_store! {
             sleep(Duration::from_millis(10)).await;
         }
         let (after, decided) = said.expect("not in the span of its test");
-        assert_eq!(after.spans, ["the request", "test"]);
-        assert_eq!(decided.spans, ["the request", "test"]);
+        assert_eq!(after.spans, ["idempotency", "the request", "test"]);
+        assert_eq!(decided.spans, ["idempotency", "the request", "test"]);
     }
 
     // D1

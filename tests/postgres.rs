@@ -14,6 +14,8 @@ mod common;
 mod connections;
 #[path = "postgres/crowds.rs"]
 mod crowds;
+#[path = "postgres/holding.rs"]
+mod holding;
 #[path = "postgres/isolation.rs"]
 mod isolation;
 #[path = "postgres/leaving.rs"]

@@ -21,7 +21,8 @@ use support::{puppet::Puppet, *};
 use tokio::{runtime::Runtime, task::JoinHandle, task::JoinSet, time::timeout};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    IdempotencyLayer, InFlight, MemoryStore, Recovery, Retain, State, StoreFailure,
+    Abandoned, IdempotencyLayer, InFlight, MemoryStore, Recovery, Retain, Retention, State,
+    StoreFailure, Verdict,
     testing::{Fault, FaultyStore, Operation, Times},
 };
 
@@ -74,6 +75,61 @@ fn crashes_then(
 }
 
 every_store! {
+    // A provider that has not answered: the handler says so, and nothing is replayed or run again by itself.
+    async fn a_handler_may_leave_its_outcome_to_recovery(world: World) {
+        let store = world.open().await;
+        let runs = Arc::new(AtomicUsize::new(0));
+        let count = runs.clone();
+        let handler = move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            async { (StatusCode::GATEWAY_TIMEOUT, Retain::Abandon, "the provider is silent").into_response() }
+        };
+        let router = Router::new().route("/charges", any(handler));
+        let app = router.layer(layer(&store));
+        let first = send(&app, post("k", "A")).await;
+        assert_eq!((first.status.as_u16(), &first.body[..]), (504, &b"the provider is silent"[..]));
+        assert_eq!(state(&store, "k").await, Some(State::Abandoned));
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
+        assert_eq!(send(&app, post("k", "B")).await.said(), (409, REUSED.to_owned()));
+        assert_eq!(runs.load(Ordering::SeqCst), 1);
+
+        // A rule by status says the same.
+        let rule = |status| match status {
+            StatusCode::BAD_GATEWAY => Retain::Abandon,
+            _ => Retain::Keep,
+        };
+        let router = Router::new().route("/charges", any(|| async { StatusCode::BAD_GATEWAY }));
+        let app = router.layer(layer(&store).retention(Retention::new(rule)));
+        assert_eq!(send(&app, post("l", "A")).await.status, 502);
+        assert_eq!(send(&app, post("l", "A")).await.said(), (409, UNKNOWN.to_owned()));
+    }
+
+    async fn what_a_handler_left_is_for_the_resolver_to_find_out(world: World) {
+        let store = world.open().await;
+        let silent = || async { (StatusCode::SERVICE_UNAVAILABLE, Retain::Abandon, ()) };
+        let router = Router::new().route("/charges", any(silent));
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        // The first time it does not know either.
+        let resolver = move |_: Abandoned| {
+            let before = count.fetch_add(1, Ordering::SeqCst);
+            async move {
+                match before {
+                    0 => Verdict::answer((StatusCode::OK, Retain::Abandon, "?")),
+                    _ => Verdict::answer((StatusCode::CREATED, "paid")),
+                }
+            }
+        };
+        let layer = layer(&store).resolver(resolver);
+        let app = router.layer(layer.clone());
+        assert_eq!(send(&app, post("k", "A")).await.status, 503);
+        assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
+        assert_eq!(layer.reconciler().sweep().await.answered, 1);
+        let retry = send(&app, post("k", "A")).await;
+        assert_eq!((retry.status.as_u16(), retry.replay, &retry.body[..]), (201, true, &b"paid"[..]));
+        assert_eq!(asked.load(Ordering::SeqCst), 2);
+    }
+
     // F11, Y3: that a rerun was refused says nothing about the run before it.
     async fn a_refused_rerun_leaves_the_first_run_unknown(world: World) {
         let store = world.open().await;

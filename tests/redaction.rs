@@ -20,8 +20,8 @@ use support::{logs::Written, *};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_idempotency::{
     AnyStore, ExactRequest, FingerprintScheme, Idempotency, IdempotencyKey, IdempotencyLayer,
-    InvalidKey, KeyFormat, MemoryStore, RecordId, Recovery, Rejection, RetainedResponse, Scope,
-    SqliteStore, StoreFailure, UndecodableBody,
+    InvalidKey, KeyFormat, MemoryStore, MissingKey, RecordId, Recovery, Rejection,
+    RetainedResponse, Scope, SqliteStore, StoreFailure, UndecodableBody,
     store::{Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Inspect, Lifetimes, Store},
     testing::{Fault, FaultyStore, Operation, Times},
 };
@@ -127,8 +127,11 @@ every_store! {
             .store_timeout(Duration::from_millis(50));
         let handler = handler();
         let app = handler.behind(layer.clone());
-        let call = |request: Request| {
+        let call = |mut request: Request| {
             let app = app.clone();
+            // Some clients have one id for everything.
+            let key = request.headers()["idempotency-key"].clone();
+            request.headers_mut().insert("x-request-id", key);
             // In a task, so that a panic or a failing body ends nothing else.
             tokio::spawn(async move {
                 let response = app.oneshot(request).await.unwrap();
@@ -141,8 +144,10 @@ every_store! {
             }
         }
         let _ = call(secret("/other", &format!("{KEY}-charges"))).await;
+        let observing = handler.behind(layer.clone().missing_key(MissingKey::Observe));
         for malformed in [format!("\"{KEY}"), format!("{KEY},{KEY}"), KEY.repeat(99)] {
             let _ = call(secret("/charges", &malformed)).await;
+            send(&observing, secret("/charges", &malformed)).await;
         }
         for (operation, path) in [
             (Operation::Claim, "/claim"), (Operation::Complete, "/complete"), (Operation::Release, "/bad"), (Operation::Renew, "/renew"),
@@ -204,6 +209,7 @@ every_store! {
         let text = log.text();
         for heard in [
             "idempotency decision", "idempotency store failed", "did not answer in time", "not written within store_timeout",
+            "request without an idempotency key passed", "idempotency.status=",
             "idempotent run abandoned", "claim lost", "retained response cannot be read", "has no scope", "replayed", "unprotected",
         ] {
             assert!(text.contains(heard), "the log is deaf to {heard:?}");

@@ -2,6 +2,8 @@
 //! never lets a request run again.
 #![cfg(all(feature = "sealing", feature = "postgres", feature = "sqlite"))]
 
+#[path = "sealing/checkpoint_forms.rs"]
+mod checkpoint_forms;
 #[path = "sealing/checkpoints.rs"]
 mod checkpoints;
 #[path = "sealing/common.rs"]

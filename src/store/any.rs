@@ -5,12 +5,12 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc, time::Duration};
 use bytes::Bytes;
 
 use super::{
-    Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes, Settled,
-    Store, StoreError, Ticket,
+    Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Joining, Lifetimes,
+    Settled, Store, StoreError, Ticket,
 };
 use crate::{
     Scope,
-    record::{Record, RecordId},
+    record::{Record, RecordId, Token},
 };
 
 type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -45,12 +45,24 @@ impl fmt::Debug for AnyStore {
 /// implementation by [`AnyStore`], so that the three cannot differ. A borrowed argument is written
 /// twice: as the trait has it, and as the boxed future keeps it.
 macro_rules! erase {
-    ($($trait:ident { $(fn $name:ident / $erased:ident ($($arg:ident: $type:ty $(| $kept:ty)?),*) -> $out:ty;)* })*) => {
+    ($($trait:ident { $(fn $name:ident / $erased:ident ($($arg:ident: $type:ty $(| $kept:ty)?),*) -> $out:ty;)* $(@ $($rest:item)+)? })*) => {
         trait Erased: Send + Sync {
+            fn erased_joining(&self, ticket: &Ticket, name: &str, value: Bytes) -> Option<Result<Joining, StoreError>>;
+
+            fn erased_stored_id(&self, id: &RecordId) -> RecordId;
+
             $($(fn $erased<'a>(&'a self $(, $arg: erase!(@kept $type $(| $kept)?))*) -> Answer<'a, $out>;)*)*
         }
 
         impl<S: Inspect + Checkpoints> Erased for S {
+            fn erased_joining(&self, ticket: &Ticket, name: &str, value: Bytes) -> Option<Result<Joining, StoreError>> {
+                self.joining(ticket, name, value)
+            }
+
+            fn erased_stored_id(&self, id: &RecordId) -> RecordId {
+                self.stored_id(id)
+            }
+
             $($(fn $erased<'a>(&'a self $(, $arg: erase!(@kept $type $(| $kept)?))*) -> Answer<'a, $out> {
                 Box::pin($trait::$name(self $(, $arg)*))
             })*)*
@@ -60,6 +72,7 @@ macro_rules! erase {
             $(async fn $name(&self $(, $arg: $type)*) -> Result<$out, StoreError> {
                 self.0.$erased($($arg),*).await
             })*
+            $($($rest)+)?
         })*
     };
     (@kept $type:ty | $kept:ty) => { $kept };
@@ -82,9 +95,18 @@ erase! {
         fn counts / erased_counts() -> Counts;
         fn count_in / erased_count_in(scope: &Scope | &'a Scope, at_most: u64) -> u64;
         fn abandoned / erased_abandoned(after: Option<&Record> | Option<&'a Record>, limit: usize) -> Vec<Record>;
+        fn take_over / erased_take_over(id: &RecordId | &'a RecordId, abandoned: Token, token: Token, hold: Duration) -> Option<Ticket>;
     }
     Checkpoints {
         fn save / erased_save(ticket: &Ticket | &'a Ticket, name: &str | &'a str, value: Bytes) -> Settled;
         fn load / erased_load(ticket: &Ticket | &'a Ticket) -> Option<Vec<Checkpoint>>;
+        @
+        fn joining(&self, ticket: &Ticket, name: &str, value: Bytes) -> Option<Result<Joining, StoreError>> {
+            self.0.erased_joining(ticket, name, value)
+        }
+
+        fn stored_id(&self, id: &RecordId) -> RecordId {
+            self.0.erased_stored_id(id)
+        }
     }
 }

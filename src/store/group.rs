@@ -24,6 +24,7 @@ use super::{
 };
 use crate::{
     bounded::{First, first, within},
+    observe::{self, Database},
     record::{Record, RecordId, Token},
 };
 
@@ -125,6 +126,15 @@ pub(crate) struct Renew {
     pub(crate) lease: Duration,
 }
 
+pub(crate) struct TakeOver {
+    pub(crate) id: RecordId,
+    /// The token it has.
+    pub(crate) abandoned: Token,
+    /// The token it gets.
+    pub(crate) token: Token,
+    pub(crate) hold: Duration,
+}
+
 #[cfg_attr(
     not(feature = "sqlite"),
     expect(dead_code, reason = "Postgres carries these out apart")
@@ -148,6 +158,7 @@ pub(crate) enum Operation {
     Renew(Asked<Renew, Vec<Settled>>),
     Get(Asked<RecordId, Option<Record>>),
     Forget(Asked<RecordId, bool>),
+    TakeOver(Asked<TakeOver, Option<Ticket>>),
     Save(Asked<Save, Settled>),
     Load(Asked<Ticket, Option<Vec<Checkpoint>>>),
     Purge(Asked<usize, usize>),
@@ -165,6 +176,7 @@ macro_rules! each {
             Operation::Renew($asked) => $do,
             Operation::Get($asked) => $do,
             Operation::Forget($asked) => $do,
+            Operation::TakeOver($asked) => $do,
             Operation::Save($asked) => $do,
             Operation::Load($asked) => $do,
             Operation::Purge($asked) => $do,
@@ -184,7 +196,7 @@ impl Operation {
     }
 
     /// Whether it is to be carried out. What settles a run counts even when nobody waits for the
-    /// answer any more; a claim or a read would be for nobody.
+    /// answer any more; a claim, a takeover or a read would be for nobody.
     fn is_wanted(&self) -> bool {
         match self {
             Self::Complete(_) | Self::Release(_) | Self::Abandon(_) | Self::Forget(_) => true,
@@ -210,6 +222,7 @@ impl Operation {
             Self::Load(asked) => Some(&asked.question.id),
             Self::Get(asked) => Some(&asked.question),
             Self::Forget(asked) => Some(&asked.question),
+            Self::TakeOver(asked) => Some(&asked.question.id),
             Self::Save(asked) => Some(&asked.question.ticket.id),
             Self::Renew(_) | Self::Purge(_) | Self::Close(_) => None,
         }
@@ -315,6 +328,8 @@ impl Failure {
 
 /// Carries out operations, many at a time.
 pub(crate) trait Writer: Send + 'static {
+    /// Where it carries them out.
+    const DATABASE: Database;
     /// The most operations it is given at once.
     const MAX_BATCH: usize = MAX_OPERATIONS;
     /// About the most bytes it is given at once.
@@ -485,6 +500,9 @@ async fn serve<W: Writer>(
         let left = commit(&mut writer, batch).await;
         let done = asked - left.len();
         counted.add(done);
+        if done > 0 {
+            observe::batch(W::DATABASE, done);
+        }
         // Nothing done means that others are in the way; give them time, and more each time.
         rest = (done == 0 && asked > 0).then(|| match rest {
             Some(rest) => LAST_REST.min(rest * 2),

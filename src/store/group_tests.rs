@@ -30,6 +30,8 @@ impl Scripted {
 }
 
 impl Writer for Scripted {
+    const DATABASE: Database = Database::Sqlite;
+
     async fn commit(&mut self, batch: &mut [Operation]) -> Result<(), Failure> {
         // So that what is sent meanwhile queues up.
         tokio::time::sleep(Duration::from_millis(10)).await;

@@ -20,11 +20,11 @@ use self::scopes::Scopes;
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Clock, Completion, Counts, Inspect, Lifetimes,
     Settled, Store, StoreError, StoreErrorKind, SystemClock, Ticket, check_checkpoint,
-    protocol::{self, Leases},
+    protocol::{self, Leases, TakingOver},
 };
 use crate::{
     Scope,
-    record::{Owner, Record, RecordId, State, Timestamp},
+    record::{Owner, Record, RecordId, State, Timestamp, Token},
 };
 
 /// What a record costs beside its variable parts, for the limit on bytes.
@@ -466,6 +466,29 @@ impl Inspect for MemoryStore {
         page.sort_by_key(place);
         page.truncate(limit);
         Ok(page)
+    }
+
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let (mut data, now) = self.open()?;
+        let taking = TakingOver {
+            abandoned,
+            token,
+            hold,
+            owner: self.owner(),
+        };
+        Ok(data.apply(id, |slot, _, leases| {
+            let (record, ticket) = protocol::take_over(slot, &taking, leases, now);
+            if ticket.is_some() {
+                leases.extend(taking.owner, hold, now);
+            }
+            (record, ticket)
+        }))
     }
 }
 

@@ -90,7 +90,21 @@
 //! 32. `count_in` counts the live records of one scope, in whatever state, and no further than
 //!     `at_most`. Expired ones are left out, purged or not, and no other scope counts.
 //!
-//! Store clocks decide (8, 11, 19, 21), never the caller's.
+//! **Finding out what a run did**
+//!
+//! 33. `take_over` gives an abandoned record whose token is named a new token and this owner, for `hold`
+//!     from now: it runs, its lease lives that long and its `run_until` is then, so that it is abandoned
+//!     again afterwards. Attempt, mode, scheme, fingerprint, `created`, request id, `expires` and
+//!     checkpoints stay: it is no run. Of simultaneous ones exactly one succeeds, and none when a claim that
+//!     names the same token is won. Sent again with its new token, while that hold lasts, it succeeds again
+//!     and changes nothing. Where there is no such record, or it is alive, completed, released, expired or
+//!     under another token, nothing changes and the answer is `None`. So it is when the new token is the old
+//!     one, which would fence nobody off, and so it may be while somebody else has the record locked, who
+//!     may be completing it. An `abandon` sent after a `take_over` whose future was dropped is decided after
+//!     it. Since `expires` stays, a record with an `abandoned_ttl` may expire while it is held, and its key
+//!     be claimed anew: the ticket is lost then, as by any other takeover.
+//!
+//! Store clocks decide (8, 11, 19, 21, 33), never the caller's.
 
 mod any;
 #[doc = include_str!("choosing.md")]
@@ -98,6 +112,7 @@ pub mod choosing {}
 mod clock;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod group;
+pub(crate) mod joining;
 mod memory;
 #[cfg(feature = "postgres")]
 mod postgres;
@@ -117,6 +132,10 @@ use std::{fmt, future::Future, sync::Arc, time::Duration};
 use bytes::Bytes;
 use http::StatusCode;
 
+#[doc(hidden)]
+pub use self::joining::Joining;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use self::joining::JoinsTransaction;
 #[cfg(feature = "postgres")]
 pub use self::postgres::{PostgresStore, PostgresStoreOptions};
 #[cfg(feature = "sealing")]
@@ -186,7 +205,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn close(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
-/// What an operator asks of a store (24–27), and the layer where it must not write (24, 32).
+/// What an operator asks of a store (24–27), recovery (33), and the layer where it must not write (24, 32).
 pub trait Inspect: Store {
     /// The record of this scope and key, unless it is expired.
     fn get(&self, id: &RecordId)
@@ -217,6 +236,24 @@ pub trait Inspect: Store {
         after: Option<&Record>,
         limit: usize,
     ) -> impl Future<Output = Result<Vec<Record>, StoreError>> + Send;
+
+    /// Takes an abandoned record over in order to find out what its run did, not to run (33). `abandoned` is
+    /// the token it has, `token` a fresh one; the ticket proves the hold, as that of a claim does. `None`
+    /// means that there is nothing to take over, or not now.
+    ///
+    /// Dropped, it may or may not take place: abandon its ticket, or let `hold` pass.
+    ///
+    /// # Errors
+    ///
+    /// After [`StoreErrorKind::Unavailable`] it may or may not stand: send it again with the same token,
+    /// abandon its ticket, or let `hold` pass.
+    fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> impl Future<Output = Result<Option<Ticket>, StoreError>> + Send;
 }
 
 /// Small named values kept under a claim (28).
@@ -239,6 +276,24 @@ pub trait Checkpoints: Store {
         &self,
         ticket: &Ticket,
     ) -> impl Future<Output = Result<Option<Vec<Checkpoint>>, StoreError>> + Send;
+
+    /// How a checkpoint is saved in a transaction of the caller's; `None` where the store cannot.
+    #[doc(hidden)]
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<Joining, StoreError>> {
+        let _ = (ticket, name, value);
+        None
+    }
+
+    /// What the store calls this record: another name, where names are hashed.
+    #[doc(hidden)]
+    fn stored_id(&self, id: &RecordId) -> RecordId {
+        id.clone()
+    }
 }
 
 /// The most checkpoints a record may have.

@@ -20,26 +20,30 @@ use self::{
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
     MAX_CHECKPOINTS, Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
-    group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew},
+    group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, TakeOver},
 };
 use crate::{
     Scope,
-    record::{Owner, Record, RecordId, Timestamp},
+    record::{Owner, Record, RecordId, Timestamp, Token},
     transaction::Source,
 };
 
 mod claims;
 mod doubts;
 mod failure;
+mod joining;
 mod rows;
 mod schema;
 mod session;
 mod settling;
+mod taking_over;
 #[cfg(test)]
 mod tests;
 mod texts;
 mod transaction;
 mod writer;
+
+pub(super) use self::joining::Joining;
 
 /// The most records one statement removes, so that none takes long; the statements name it too.
 const PURGE_STEP: usize = 1_000;
@@ -89,7 +93,8 @@ const CONNECTIONS: u32 = 4;
 /// # Other sessions
 ///
 /// A row that another session has locked or changed delays nobody but those who must change it, and these
-/// for at most 5 s, after which they fail with [`StoreErrorKind::Unavailable`]. One thing delays all claims
+/// for at most 5 s, after which they fail with [`StoreErrorKind::Unavailable`];
+/// [`take_over`](Inspect::take_over) does not wait, and takes nothing over then. One thing delays all claims
 /// of an instance: an uncommitted INSERT of a record that one of them asks for, by something else than this
 /// store, such as an import. Whether that claim is the first cannot be known before the INSERT ends.
 ///
@@ -477,6 +482,23 @@ impl Inspect for PostgresStore {
         )
         .await
     }
+
+    /// In the queue of what ends a run, so that an `abandon` that is to undo it never overtakes it.
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let take_over = TakeOver {
+            id: id.clone(),
+            abandoned,
+            token,
+            hold,
+        };
+        self.0.settling.ask(Operation::TakeOver, take_over).await
+    }
 }
 
 impl Checkpoints for PostgresStore {
@@ -508,6 +530,25 @@ impl Checkpoints for PostgresStore {
             Ok(Settled::Done)
         })
         .await
+    }
+
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<super::Joining, StoreError>> {
+        let joining = || {
+            self.0.settling.check_open()?;
+            check_checkpoint(name, &value, 0)?;
+            Ok(super::Joining(super::joining::Kind::Postgres(Joining {
+                text: self.0.instance.texts.join.clone(),
+                ticket: ticket.clone(),
+                name: name.to_owned(),
+                value: value.clone(),
+            })))
+        };
+        Some(joining())
     }
 
     async fn load(&self, ticket: &Ticket) -> Result<Option<Vec<Checkpoint>>, StoreError> {

@@ -200,6 +200,48 @@ pub(crate) fn held(slot: Option<&Record>, token: Token, now: Timestamp) -> Settl
     }
 }
 
+/// A record to be taken over, and by whom (contract 33).
+pub(crate) struct TakingOver {
+    /// The token it has.
+    pub(crate) abandoned: Token,
+    /// The token it gets.
+    pub(crate) token: Token,
+    /// How long that holds.
+    pub(crate) hold: Duration,
+    /// Who holds it.
+    pub(crate) owner: Owner,
+}
+
+/// Contract 33. The caller extends the owner's lease to the end of the hold when the answer is a ticket.
+pub(crate) fn take_over(
+    slot: Option<Record>,
+    taking: &TakingOver,
+    leases: &Leases,
+    now: Timestamp,
+) -> (Option<Record>, Option<Ticket>) {
+    match slot {
+        Some(record) if record.is_expired(now) => (Some(record), None),
+        Some(record) if held(Some(&record), taking.token, now) == Settled::Done => {
+            let ticket = record.ticket();
+            (Some(record), Some(ticket))
+        }
+        // Its own token would fence nobody off.
+        Some(mut record)
+            if record.token == taking.abandoned
+                && taking.token != taking.abandoned
+                && record.is_abandoned(leases, now) =>
+        {
+            record.token = taking.token;
+            record.owner = taking.owner;
+            record.state = State::Running;
+            record.run_until = now.after(taking.hold);
+            let ticket = record.ticket();
+            (Some(record), Some(ticket))
+        }
+        slot => (slot, None),
+    }
+}
+
 /// Contract 22: what a purge makes of a record, and whether that changed anything.
 pub(crate) fn purge(slot: Option<Record>, now: Timestamp) -> (Option<Record>, bool) {
     match slot {

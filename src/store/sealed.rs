@@ -12,12 +12,12 @@ use bytes::Bytes;
 pub use self::keys::{InvalidSealingKey, SealingKey, SealingKeys};
 use self::ring::{Purpose, Ring};
 use super::{
-    Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes, Settled,
-    Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
+    Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Joining, Lifetimes,
+    Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
 };
 use crate::{
     Scope,
-    record::{Record, RecordId},
+    record::{Record, RecordId, Token},
     retained::DecodeError,
 };
 
@@ -106,6 +106,18 @@ impl<S> SealedStore<S> {
             // What cannot be sealed is not kept.
             response: done.response.and_then(seal),
         }
+    }
+
+    /// The value as the store below gets it, for a ticket of that store.
+    fn sealed_checkpoint(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: &Bytes,
+    ) -> Result<Bytes, StoreError> {
+        check_checkpoint(name, value, 0)?;
+        let sealed = self.ring.seal(&ticket.id, Purpose::Checkpoint(name), value);
+        sealed.ok_or(StoreError::new(StoreErrorKind::Invalid, TOO_LARGE))
     }
 
     fn opened(&self, mut record: Record, seen: RecordId) -> Record {
@@ -211,17 +223,50 @@ impl<S: Inspect> Inspect for SealedStore<S> {
         };
         Ok(listed.into_iter().map(open).collect())
     }
+
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let stored = self.stored(id);
+        let taken = self
+            .inner
+            .take_over(&stored, abandoned, token, hold)
+            .await?;
+        let id = id.clone();
+        Ok(taken.map(|ticket| Ticket { id, ..ticket }))
+    }
 }
 
 impl<S: Checkpoints> Checkpoints for SealedStore<S> {
     async fn save(&self, ticket: &Ticket, name: &str, value: Bytes) -> Result<Settled, StoreError> {
         let ticket = self.ticket(ticket);
-        check_checkpoint(name, &value, 0)?;
-        let sealed = self
-            .ring
-            .seal(&ticket.id, Purpose::Checkpoint(name), &value);
-        let sealed = sealed.ok_or(StoreError::new(StoreErrorKind::Invalid, TOO_LARGE))?;
+        let sealed = self.sealed_checkpoint(&ticket, name, &value)?;
         self.inner.save(&ticket, name, sealed).await
+    }
+
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<Joining, StoreError>> {
+        let ticket = self.ticket(ticket);
+        match self.sealed_checkpoint(&ticket, name, &value) {
+            Ok(sealed) => self.inner.joining(&ticket, name, sealed),
+            // A store that cannot do it says so first.
+            Err(refused) => {
+                let can = self.inner.joining(&ticket, "", Bytes::new());
+                can.map(|_| Err(refused))
+            }
+        }
+    }
+
+    fn stored_id(&self, id: &RecordId) -> RecordId {
+        self.inner.stored_id(&self.stored(id))
     }
 
     /// Fails with [`StoreErrorKind::Keys`] when a key is missing, and with [`StoreErrorKind::Corrupt`] when

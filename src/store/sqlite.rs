@@ -20,18 +20,19 @@ use self::{
 };
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Clock, Completion, Counts, Inspect, Lifetimes,
-    Settled, Store, StoreError, StoreErrorKind, Ticket,
+    Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,
     clock::WallClock,
-    group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save},
+    group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save, TakeOver},
 };
 use crate::{
     Scope,
-    record::{Owner, Record, RecordId, Timestamp},
+    record::{Owner, Record, RecordId, Timestamp, Token},
     transaction::Source,
 };
 
 mod failure;
 mod handlers;
+mod joining;
 mod reader;
 mod schema;
 mod slots;
@@ -41,6 +42,8 @@ mod tests;
 mod transaction;
 mod turns;
 mod writer;
+
+pub(super) use self::joining::Joining;
 
 /// The most records one transaction removes, so that claims never wait long for a purge.
 const PURGE_STEP: usize = 512;
@@ -441,6 +444,22 @@ impl Inspect for SqliteStore {
         let listed = self.list_abandoned(after, limit).await;
         listed.map_err(|failure| failure.error())
     }
+
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let take_over = TakeOver {
+            id: id.clone(),
+            abandoned,
+            token,
+            hold,
+        };
+        self.0.queue.ask(Operation::TakeOver, take_over).await
+    }
 }
 
 impl Checkpoints for SqliteStore {
@@ -451,6 +470,24 @@ impl Checkpoints for SqliteStore {
             value,
         };
         self.0.queue.ask(Operation::Save, save).await
+    }
+
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<super::Joining, StoreError>> {
+        let joining = || {
+            self.0.queue.check_open()?;
+            check_checkpoint(name, &value, 0)?;
+            Ok(super::Joining(super::joining::Kind::Sqlite(Joining {
+                ticket: ticket.clone(),
+                name: name.to_owned(),
+                value: value.clone(),
+            })))
+        };
+        Some(joining())
     }
 
     async fn load(&self, ticket: &Ticket) -> Result<Option<Vec<Checkpoint>>, StoreError> {

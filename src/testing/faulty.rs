@@ -12,10 +12,10 @@ use bytes::Bytes;
 use tokio::{sync::Notify, time::sleep};
 
 use crate::{
-    Record, RecordId, Scope,
+    Record, RecordId, Scope, Token,
     store::{
-        Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Lifetimes,
-        Settled, Store, StoreError, StoreErrorKind, Ticket,
+        Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Joining,
+        Lifetimes, Settled, Store, StoreError, StoreErrorKind, Ticket,
     },
 };
 
@@ -36,6 +36,7 @@ pub enum Operation {
     Counts,
     CountIn,
     Abandoned,
+    TakeOver,
     Save,
     Load,
 }
@@ -303,12 +304,39 @@ impl<S: Inspect> Inspect for FaultyStore<S> {
         self.run(Operation::Abandoned, || self.inner.abandoned(after, limit))
             .await
     }
+
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        self.run(Operation::TakeOver, || {
+            self.inner.take_over(id, abandoned, token, hold)
+        })
+        .await
+    }
 }
 
 impl<S: Checkpoints> Checkpoints for FaultyStore<S> {
     async fn save(&self, ticket: &Ticket, name: &str, value: Bytes) -> Result<Settled, StoreError> {
         self.run(Operation::Save, || self.inner.save(ticket, name, value))
             .await
+    }
+
+    /// No call of the store: the caller writes.
+    fn joining(
+        &self,
+        ticket: &Ticket,
+        name: &str,
+        value: Bytes,
+    ) -> Option<Result<Joining, StoreError>> {
+        self.inner.joining(ticket, name, value)
+    }
+
+    fn stored_id(&self, id: &RecordId) -> RecordId {
+        self.inner.stored_id(id)
     }
 
     async fn load(&self, ticket: &Ticket) -> Result<Option<Vec<Checkpoint>>, StoreError> {

@@ -93,3 +93,26 @@ async fn a_hanging_call_is_counted_and_ends_when_dropped() {
         assert_eq!(store.get(&request.id).await.unwrap().is_some(), stands);
     }
 }
+
+#[tokio::test]
+async fn a_takeover_fails_as_told_and_is_counted() {
+    let store = store();
+    let Claim::Won(late) = store.claim(request()).await.unwrap() else {
+        panic!("not won");
+    };
+    let _ = store.abandon(&late).await.unwrap();
+    let token = Token::random();
+    let hold = Duration::from_secs(60);
+    let take_over = || store.take_over(&late.id, late.token, token, hold);
+    store.fail(Operation::TakeOver, Fault::Before, Times::Once);
+    store.fail(Operation::TakeOver, Fault::After, Times::Once);
+    take_over().await.unwrap_err();
+    let record = store.get(&late.id).await.unwrap().unwrap();
+    assert_eq!(record.token, late.token);
+    take_over().await.unwrap_err();
+    let record = store.get(&late.id).await.unwrap().unwrap();
+    assert_eq!(record.token, token);
+    let taken = take_over().await.unwrap().unwrap();
+    assert_eq!((taken.token, taken.attempt), (token, 1));
+    assert_eq!(store.calls(Operation::TakeOver), 3);
+}

@@ -217,6 +217,17 @@ caught! {
         a_count_that_ignores_its_bound_is_caught: CountsPastTheEnd,
         a_count_that_includes_expired_records_is_caught: CountsTheExpired,
     }
+    33 c33_an_abandoned_record_is_taken_over_to_find_out {
+        a_hold_that_counts_as_a_run_is_caught: HoldsAsARun,
+        a_hold_that_forgets_what_there_was_is_caught: HoldsAfresh,
+        a_hold_of_the_living_is_caught: HoldsTheLiving,
+        a_hold_of_what_was_released_is_caught: HoldsTheReleased,
+        a_hold_that_names_any_token_is_caught: HoldsByAnyName,
+        a_hold_that_does_not_know_its_own_token_is_caught: HoldsOnce,
+        two_who_hold_one_record_are_caught: HoldsTogether,
+        a_hold_without_an_end_is_caught: HoldsForever,
+        a_hold_that_is_over_at_once_is_caught: HoldsForNoTime,
+    }
 }
 
 /// The wrapper itself is no defect, or the tests above would prove nothing.

@@ -84,6 +84,15 @@ pub(crate) enum How {
     StaysBusy,
     KeepsItsLease,
     IgnoresClose,
+    HoldsAsARun,
+    HoldsAfresh,
+    HoldsTheLiving,
+    HoldsTheReleased,
+    HoldsByAnyName,
+    HoldsOnce,
+    HoldsTogether,
+    HoldsForever,
+    HoldsForNoTime,
 }
 
 /// What the instances of one broken store have in common.
@@ -120,6 +129,23 @@ impl Broken {
     async fn own(&self, ticket: &Ticket) -> Result<Ticket, StoreError> {
         let record = self.inner.get(&ticket.id).await?;
         Ok(record.map_or(ticket.clone(), |record| held_ticket(&record)))
+    }
+
+    /// What is no hold but another run.
+    async fn run_again(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let mut request = claim_of(id.clone(), token);
+        request.replaces = Some(abandoned);
+        request.max_run = hold;
+        Ok(match self.inner.claim(request).await? {
+            Claim::Won(ticket) => Some(ticket),
+            _ => None,
+        })
     }
 
     async fn abandoned_now(&self, id: &RecordId) -> Result<bool, StoreError> {
@@ -465,6 +491,54 @@ impl Inspect for Broken {
             }
             _ => self.inner.abandoned(after, limit).await,
         }
+    }
+
+    async fn take_over(
+        &self,
+        id: &RecordId,
+        mut abandoned: Token,
+        token: Token,
+        mut hold: Duration,
+    ) -> Result<Option<Ticket>, StoreError> {
+        self.open()?;
+        let record = self.inner.get(id).await?;
+        let named = record.filter(|record| record.token == abandoned);
+        let current = self.inner.get(id).await?;
+        match self.how {
+            How::HoldsAsARun | How::HoldsTheReleased => {
+                let is_meant = self.how == How::HoldsAsARun
+                    || named.is_some_and(|record| record.state == State::Released);
+                if is_meant {
+                    return self.run_again(id, abandoned, token, hold).await;
+                }
+            }
+            How::HoldsAfresh if named.is_some() && self.abandoned_now(id).await? => {
+                self.inner.forget(id).await?;
+                return self.run_again(id, abandoned, token, hold).await;
+            }
+            How::HoldsTheLiving => {
+                if let Some(record) = &named {
+                    let _ = self.inner.abandon(&held_ticket(record)).await?;
+                }
+            }
+            How::HoldsByAnyName => {
+                abandoned = current.map_or(abandoned, |record| record.token);
+            }
+            How::HoldsOnce if current.is_some_and(|record| record.token == token) => {
+                return Ok(None);
+            }
+            How::HoldsTogether if named.is_some() && self.abandoned_now(id).await? => {
+                tokio::task::yield_now().await;
+                if let Some(record) = self.inner.get(id).await? {
+                    let _ = self.inner.abandon(&held_ticket(&record)).await?;
+                    abandoned = record.token;
+                }
+            }
+            How::HoldsForever => hold = Duration::MAX,
+            How::HoldsForNoTime => hold = Duration::ZERO,
+            _ => {}
+        }
+        self.inner.take_over(id, abandoned, token, hold).await
     }
 }
 

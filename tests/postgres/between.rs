@@ -8,7 +8,10 @@ use sqlx::PgConnection;
 use tokio::{task::JoinHandle, time::timeout};
 use tower_idempotency::{
     PostgresStore, State, Token,
-    store::{Checkpoints, Claim, ClaimRequest, Completion, Lifetimes, Store, StoreError, Ticket},
+    store::{
+        Checkpoints, Claim, ClaimRequest, Completion, Inspect, Lifetimes, Settled, Store,
+        StoreError, Ticket,
+    },
 };
 
 use super::common::*;
@@ -105,6 +108,7 @@ async fn answered<T>(task: JoinHandle<T>) -> T {
 const TAKING: &str = "took AS";
 const CLAIMING: &str = "made AS";
 const SETTLING: &str = "done AS";
+const HOLDING: &str = "taken AS";
 const PURGING: &str = "gone AS (\n    DELETE FROM";
 
 /// A claim whose lease is over at once, so that its record may be taken over while its owner lives on.
@@ -303,6 +307,96 @@ async fn a_response_written_since_the_snapshot_is_not_purged() {
     between.open_gate().await;
     assert_eq!(answered(purging).await.unwrap(), 0);
     assert_eq!(get(&store, "k").await.unwrap().response.unwrap(), "new");
+}
+
+/// A takeover by which somebody means to find out what a run did, stopped after it saw the record abandoned.
+async fn stopped_hold(
+    between: &mut Between,
+) -> (
+    PostgresStore,
+    Ticket,
+    JoinHandle<Result<Option<Ticket>, StoreError>>,
+) {
+    let (owner, taker) = (between.free().await, between.stopped().await);
+    let ticket = win(&owner, &brief("k")).await;
+    while !matches!(owner.claim(request("k")).await, Ok(Claim::Abandoned(_))) {}
+    between.close_gate().await;
+    let late = ticket.clone();
+    let holding = tokio::spawn(async move {
+        let taken = taker.take_over(&late.id, late.token, Token::random(), LONG);
+        taken.await
+    });
+    between.is_stopped().await;
+    (owner, ticket, holding)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_completed_since_the_snapshot_is_not_held() {
+    let mut between = Between::statements_with(HOLDING).await;
+    let (owner, ticket, holding) = stopped_hold(&mut between).await;
+    done(owner.complete(&ticket, created(), lifetimes()).await);
+    let before = get(&owner, "k").await;
+    between.open_gate().await;
+    assert_eq!(answered(holding).await.unwrap(), None);
+    assert_eq!(get(&owner, "k").await, before);
+    assert_eq!(before.unwrap().response, created().response);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_held_or_run_again_since_the_snapshot_is_not_held_too() {
+    for runs in [false, true] {
+        let mut between = Between::statements_with(HOLDING).await;
+        let (other, late, holding) = stopped_hold(&mut between).await;
+        let winner = match runs {
+            true => win(&other, &replacing("k", late.token)).await,
+            false => {
+                let taken = other.take_over(&late.id, late.token, Token::random(), LONG);
+                taken.await.unwrap().expect("it is abandoned")
+            }
+        };
+        between.open_gate().await;
+        assert_eq!(answered(holding).await.unwrap(), None);
+        lost(other.complete(&late, created(), lifetimes()).await);
+        done(other.complete(&winner, created(), lifetimes()).await);
+    }
+}
+
+/// It was abandoned in the snapshot and is abandoned now, but it is another token's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_held_and_given_up_since_the_snapshot_is_not_held_by_its_old_token() {
+    let mut between = Between::statements_with(HOLDING).await;
+    let (other, late, holding) = stopped_hold(&mut between).await;
+    let taken = other.take_over(&late.id, late.token, Token::random(), LONG);
+    let second = taken.await.unwrap().expect("it is abandoned");
+    done(other.abandon(&second).await);
+    between.open_gate().await;
+    assert_eq!(answered(holding).await.unwrap(), None);
+    let found = abandoned(other.claim(request("k")).await);
+    assert_eq!((found.token, found.attempt), (second.token, 1));
+}
+
+/// An owner that asked whether it still holds its claim was told that it does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_renewed_since_the_snapshot_is_not_held() {
+    let mut between = Between::statements_with(HOLDING).await;
+    let (owner, ticket, holding) = stopped_hold(&mut between).await;
+    let renewed = owner.renew(std::slice::from_ref(&ticket), LONG).await;
+    assert_eq!(renewed.unwrap(), [Settled::Done]);
+    between.open_gate().await;
+    assert_eq!(answered(holding).await.unwrap(), None);
+    done(owner.complete(&ticket, created(), lifetimes()).await);
+}
+
+/// Released and claimed anew, it is another record by the same name.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_released_and_claimed_since_the_snapshot_is_not_held() {
+    let mut between = Between::statements_with(HOLDING).await;
+    let (owner, ticket, holding) = stopped_hold(&mut between).await;
+    done(owner.release(&ticket, DAY).await);
+    let next = win(&owner, &request("k")).await;
+    between.open_gate().await;
+    assert_eq!(answered(holding).await.unwrap(), None);
+    done(owner.complete(&next, created(), lifetimes()).await);
 }
 
 /// Nothing here stops anything: without a text to look for the clock just goes on.

@@ -229,6 +229,8 @@ async fn a_crowd_of_one_kind_keeps_no_other_kind_waiting() {
     let given = win(&store, &request("given")).await;
     let forgotten = win(&store, &request("forgotten")).await;
     let renewed = win(&store, &request("renewed")).await;
+    let late = win(&store, &request("late")).await;
+    done(store.abandon(&late).await);
     let tickets = Arc::new(win_all(&store, &keys("a", CROWD)).await);
     let asking = store.clone();
     let asks = move |n: usize| {
@@ -244,6 +246,8 @@ async fn a_crowd_of_one_kind_keeps_no_other_kind_waiting() {
     let last = || async {
         done(store.release(&given, DAY).await);
         assert!(store.forget(&forgotten.id).await.unwrap());
+        let taken = store.take_over(&late.id, late.token, Token::random(), LONG);
+        assert!(taken.await.unwrap().is_some());
         let renewal = store.renew(std::slice::from_ref(&renewed), LONG);
         assert_eq!(renewal.await.unwrap(), [Settled::Done]);
     };

@@ -188,6 +188,13 @@ async fn a_muddle_of_all_operations_over_the_same_keys_never_deadlocks() {
                 let claim = store.claim(request(&key)).await.unwrap();
                 let ticket = match claim {
                     Claim::Won(ticket) => ticket,
+                    Claim::Abandoned(held) if step % 2 == 0 => {
+                        let (id, token) = (id(&key), Token::random());
+                        match store.take_over(&id, held.token, token, LONG).await.unwrap() {
+                            Some(ticket) => ticket,
+                            None => continue,
+                        }
+                    }
                     Claim::Abandoned(held) => {
                         match store.claim(replacing(&key, held.token)).await.unwrap() {
                             Claim::Won(ticket) => ticket,

@@ -1,19 +1,56 @@
 //! Checkpoints are sealed as responses are.
 
-use std::error::Error;
+use std::{error::Error, time::Duration};
 
+use axum::response::IntoResponse;
 use bytes::Bytes;
 use tower_idempotency::{
-    DecodeError, Fingerprint, SealingKeys,
+    DecodeError, Fingerprint, Idempotency, Recovery, Retention, SealedStore, SealingKeys, State,
+    Tx, TxError,
     store::{
-        Checkpoint, Checkpoints, Claim, ClaimRequest, MAX_CHECKPOINT_LEN, Settled, Store,
+        Checkpoint, Checkpoints, Claim, ClaimRequest, Inspect, MAX_CHECKPOINT_LEN, Settled, Store,
         StoreError, StoreErrorKind, Ticket,
     },
 };
 
-use crate::{common::*, every_store, support::TestStore};
+use crate::{
+    common::*,
+    every_store,
+    ground::{self, Ground, transactional},
+    handlers::{app, created},
+    on_both,
+    support::{
+        TestStore, post,
+        puppet::{Puppet, Run},
+        send,
+    },
+};
 
-async fn win<S: Store>(store: &S, key: &str) -> Ticket {
+/// Begins a run of this key under a layer on this store, whose handler the test plays.
+async fn begin<S: Inspect + Checkpoints>(store: &S, key: &'static str) -> Run {
+    let (router, mut puppet) = Puppet::new();
+    let layer = layer(store).retention(Retention::successes_only());
+    let app = router.route_layer(layer.recovery(Recovery::rerun()));
+    tokio::spawn(async move { send(&app, post(key, "A")).await });
+    puppet.next().await
+}
+
+/// Ends it so that its checkpoints are there for the next.
+async fn fail<S: Inspect + Checkpoints>(run: Run, store: &S, key: &str) {
+    run.answers(503, "down");
+    for _ in 0..2_000 {
+        let record = store.get(&id(key)).await.unwrap().unwrap();
+        if record.state == State::Released {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("{key} is never released");
+}
+
+const STEP: &str = "st3p-s3cret";
+
+pub async fn win<S: Store>(store: &S, key: &str) -> Ticket {
     let claim = ClaimRequest::new(id(key), "test", Fingerprint::from_bytes([5; 32]));
     match store.claim(claim).await.unwrap() {
         Claim::Won(ticket) => ticket,
@@ -21,16 +58,16 @@ async fn win<S: Store>(store: &S, key: &str) -> Ticket {
     }
 }
 
-async fn save<S: Checkpoints>(store: &S, ticket: &Ticket, name: &str, value: Bytes) {
+pub async fn save<S: Checkpoints>(store: &S, ticket: &Ticket, name: &str, value: Bytes) {
     let settled = store.save(ticket, name, value).await.unwrap();
     assert_eq!(settled, Settled::Done);
 }
 
-async fn load<S: Checkpoints>(store: &S, ticket: &Ticket) -> Vec<Checkpoint> {
+pub async fn load<S: Checkpoints>(store: &S, ticket: &Ticket) -> Vec<Checkpoint> {
     store.load(ticket).await.unwrap().unwrap()
 }
 
-fn because(error: &StoreError) -> &DecodeError {
+pub fn because(error: &StoreError) -> &DecodeError {
     error.source().unwrap().downcast_ref().unwrap()
 }
 
@@ -129,5 +166,92 @@ every_store! {
         assert_eq!(&load(&elsewhere, &ticket).await[0].value[..], b"value");
         let bare: TestStore = world.open().await;
         assert_eq!(bare.load(&ticket).await.unwrap(), None);
+    }
+
+    async fn what_a_handler_saves_is_sealed_and_read_by_its_next_run(world: World) {
+        let store = open(&world, keys()).await;
+        let run = begin(&store, "k-1").await;
+        run.owner().checkpoint("step", STEP).await.unwrap();
+        fail(run, &store, "k-1").await;
+        if let Some(raw) = world.raw().await {
+            assert!(!raw.windows(STEP.len()).any(|at| at == STEP.as_bytes()));
+        }
+        let run = begin(&open(&world, keys()).await, "k-1").await;
+        assert_eq!(run.owner().checkpointed("step").await.unwrap(), Some(STEP.to_owned()));
+        run.answers(201, "done");
+    }
+
+    async fn so_it_is_under_hashed_names(world: World) {
+        let store = open(&world, hashing()).await;
+        let run = begin(&store, "k-1").await;
+        run.owner().checkpoint("step", STEP).await.unwrap();
+        fail(run, &store, "k-1").await;
+        let run = begin(&open(&world, hashing()).await, "k-1").await;
+        assert_eq!(run.owner().checkpointed("step").await.unwrap(), Some(STEP.to_owned()));
+        run.answers(201, "done");
+    }
+
+    // Sealing was turned off, or one process forgot to.
+    async fn a_layer_without_the_keys_says_that_a_value_is_sealed(world: World) {
+        let run = begin(&open(&world, keys()).await, "k-1").await;
+        let bare = world.open().await;
+        run.owner().checkpoint("step", STEP).await.unwrap();
+        fail(run, &bare, "k-1").await;
+        let run = begin(&bare, "k-1").await;
+        for _ in 0..2 {
+            let error = run.owner().checkpointed::<String>("step").await.unwrap_err();
+            assert!(error.to_string().contains("SealedStore"), "{error}");
+            assert_eq!(error.into_response().status(), 503);
+        }
+        fail(run, &bare, "k-1").await;
+        // Nor does the other key, or none under that id, read it.
+        let other = SealingKeys::new("2027-06", OTHER).also_opens_plain();
+        let run = begin(&open(&world, other).await, "k-1").await;
+        let error = run.owner().checkpointed::<String>("step").await.unwrap_err();
+        assert_eq!(error.into_response().status(), 503);
+    }
+
+    async fn plain_values_of_handlers_are_read_while_that_is_wanted(world: World) {
+        let bare = world.open().await;
+        let run = begin(&bare, "k-1").await;
+        run.owner().checkpoint("step", STEP).await.unwrap();
+        fail(run, &bare, "k-1").await;
+        let run = begin(&open(&world, keys()).await, "k-1").await;
+        let error = run.owner().checkpointed::<String>("step").await.unwrap_err();
+        assert_eq!(error.into_response().status(), 503);
+        fail(run, &bare, "k-1").await;
+        let lenient = open(&world, keys().also_opens_plain()).await;
+        let run = begin(&lenient, "k-1").await;
+        assert_eq!(run.owner().checkpointed("step").await.unwrap(), Some(STEP.to_owned()));
+        // Saved again, it is sealed.
+        run.owner().checkpoint("step", STEP).await.unwrap();
+        fail(run, &bare, "k-1").await;
+        let run = begin(&open(&world, keys()).await, "k-1").await;
+        assert_eq!(run.owner().checkpointed("step").await.unwrap(), Some(STEP.to_owned()));
+    }
+}
+
+on_both! {
+    async fn what_is_saved_in_a_transaction_is_sealed_too<D: Db>() {
+        for keys in [keys(), hashing()] {
+            let ground = Ground::<D>::new().await;
+            let store = SealedStore::open(ground.store.clone(), keys.clone()).await.unwrap();
+            let saving = async |idempotency: Idempotency, mut tx: Tx<D>| {
+                let mut connection = tx.connection().await.map_err(TxError::from)?;
+                idempotency.checkpoint_in(&mut *connection, "step", STEP).await?;
+                Ok::<_, axum::response::ErrorResponse>(created())
+            };
+            let app = app(transactional(&store), saving);
+            assert_eq!(send(&app, post("k-1", "A")).await.status, 201);
+            let record = store.get(&ground::id("k-1")).await.unwrap().unwrap();
+            let mut ticket = ClaimRequest::new(record.id, "test", record.fingerprint).ticket(1);
+            ticket.token = record.token;
+            let saved = load(&store, &ticket).await;
+            assert_eq!(&saved[0].value[..], format!("\x01\"{STEP}\"").as_bytes());
+            let sealed = ground.value(
+                "SELECT count(*) FROM idempotency_checkpoints WHERE length(value) > 60",
+            );
+            assert_eq!(sealed.await, 1);
+        }
     }
 }

@@ -7,6 +7,11 @@ pub mod clock;
 pub mod database;
 pub mod http2;
 pub mod logs;
+#[cfg(feature = "metrics")]
+pub mod metrics;
+#[cfg(unix)]
+pub mod process;
+pub mod provider;
 pub mod proxy;
 pub mod puppet;
 #[cfg(unix)]

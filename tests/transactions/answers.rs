@@ -95,7 +95,8 @@ on_both! {
         let releasing = Retention::new(|_| Retain::Release);
         let (said_so, first) = charging::<D>(ground.layer(), |_| with(201, Retain::Release));
         let (by_rule, second) = charging::<D>(ground.layer().retention(releasing), |_| answer(303));
-        for (app, runs) in [(said_so, first), (by_rule, second)] {
+        let (unknown, third) = charging::<D>(ground.layer(), |_| with(201, Retain::Abandon));
+        for (app, runs) in [(said_so, first), (by_rule, second), (unknown, third)] {
             for run in 1..3 {
                 let refused = send(&app, post("k", "A")).await;
                 assert_eq!(refused.said(), said(500, MISUSED));
@@ -142,6 +143,18 @@ on_both! {
         let retry = send(&app, post("k", "A")).await;
         assert_eq!(retry.said(), said(409, NOT_RETAINED));
         assert_eq!(runs.count(), 1);
+    }
+
+    async fn an_outcome_a_handler_does_not_know_was_not_committed<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let (app, runs) = charging::<D>(ground.layer(), |run| match run {
+            1 => with(504, Retain::Abandon),
+            _ => created(),
+        });
+        assert_eq!(send(&app, post("k", "A")).await.status, 504);
+        assert_eq!(ground.left("k").await, (0, None));
+        assert_eq!(send(&app, post("k", "A")).await.status, 201);
+        assert_eq!((ground.left("k").await, runs.count()), ((1, DONE), 2));
     }
 
     async fn a_body_that_fails_before_it_is_kept_takes_the_effect_with_it<D: Db>() {

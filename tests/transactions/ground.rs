@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use tower_idempotency::{
     IdempotencyKey, IdempotencyLayer, PostgresStore, Record, RecordId, Scope, SqliteStore, State,
     Tx, TxDatabase,
-    store::{Checkpoints, Inspect, TransactionalStore},
+    store::{Checkpoints, Inspect, JoinsTransaction, TransactionalStore},
 };
 
 use crate::support::{clock::TestClock, database::Database};
@@ -24,7 +24,7 @@ const TABLES: &str = "CREATE TABLE effects (key text NOT NULL, amount bigint NOT
     INSERT INTO accounts VALUES ('a', 100), ('b', 100)";
 
 /// A kind of database, with what sqlx cannot do for both alike.
-pub trait Db: TxDatabase {
+pub trait Db: TxDatabase<Connection: JoinsTransaction> {
     type Store: TransactionalStore<Database = Self>;
 
     const IS_POSTGRES: bool;

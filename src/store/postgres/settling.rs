@@ -129,6 +129,7 @@ fn lines(batch: &[Operation]) -> Vec<Line<'_>> {
         let (id, line) = match operation {
             Operation::Claim(asked) => (&asked.question.id, None),
             Operation::Forget(asked) => (&asked.question, None),
+            Operation::TakeOver(asked) => (&asked.question.id, None),
             Operation::Complete(asked) => {
                 let ticket = &asked.question.ticket;
                 let (done, lifetimes) = (&asked.question.done, asked.question.lifetimes);

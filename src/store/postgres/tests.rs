@@ -3,6 +3,8 @@
 
 use super::*;
 
+mod joining;
+
 fn names(schema: Option<&str>, prefix: &str) -> Names {
     Names {
         schema: schema.map(str::to_owned),
@@ -90,4 +92,13 @@ fn without_a_runtime_opening_fails_instead_of_panicking() {
         panic!("it waits for a runtime");
     };
     assert_eq!(opened.unwrap_err().kind(), StoreErrorKind::Unavailable);
+}
+
+#[test]
+fn a_checkpoint_in_a_handlers_transaction_keeps_off_only_those_who_take_the_record() {
+    let texts = Texts::of(&names(Some("pay"), "keys"), Owner::random());
+    assert!(texts.save.as_str().contains(" FOR SHARE\n"));
+    assert!(texts.join.as_str().contains(" FOR KEY SHARE\n"));
+    assert!(!texts.join.as_str().starts_with(&*texts.tag));
+    assert!(texts.join.as_str().contains("\"pay\".\"keys_records\""));
 }

@@ -15,6 +15,8 @@ const CLAIM: &str = include_str!("claim.sql");
 
 const TAKE: &str = include_str!("take.sql");
 
+const TAKE_OVER: &str = include_str!("take_over.sql");
+
 const SETTLE: &str = include_str!("settle.sql");
 
 const RELEASE: &str = include_str!("release.sql");
@@ -114,6 +116,12 @@ const SAVE: &str = "WITH held AS MATERIALIZED (
     ON CONFLICT (scope, key, created, name) DO UPDATE SET value = excluded.value
 )
 SELECT number FROM held CROSS JOIN others";
+
+/// The same in a transaction of a handler's. That may last, and other statements of its run meet the lock:
+/// this one keeps off only those who would take the record over or remove it.
+fn join() -> String {
+    SAVE.replace("FOR SHARE", "FOR KEY SHARE")
+}
 
 /// One row without a name stands for a record without checkpoints.
 const LOAD: &str = "SELECT c.name, c.value
@@ -338,6 +346,7 @@ fn only_one(many: &str) -> Option<String> {
 pub(super) struct Texts {
     pub(super) claim: Grown,
     pub(super) take: Grown,
+    pub(super) take_over: SqlStr,
     pub(super) settle: Grown,
     pub(super) release: Grown,
     pub(super) complete: SqlStr,
@@ -351,6 +360,8 @@ pub(super) struct Texts {
     pub(super) get: SqlStr,
     pub(super) forget: SqlStr,
     pub(super) save: SqlStr,
+    /// Without the tag: that it is the last statement of a session says nothing about that session.
+    pub(super) join: SqlStr,
     pub(super) load: SqlStr,
     pub(super) purge_records: SqlStr,
     pub(super) purge_responses: SqlStr,
@@ -378,6 +389,7 @@ impl Texts {
         Self {
             claim: grown(CLAIM),
             take: grown(TAKE),
+            take_over: fixed(TAKE_OVER),
             settle: grown(SETTLE),
             release: grown(RELEASE),
             complete: fixed(COMPLETE),
@@ -391,6 +403,7 @@ impl Texts {
             get: fixed(GET),
             forget: fixed(FORGET),
             save: fixed(SAVE),
+            join: safe(names.fill(&join())),
             load: fixed(LOAD),
             purge_records: fixed(PURGE_RECORDS),
             purge_responses: fixed(PURGE_RESPONSES),

@@ -10,8 +10,10 @@ use super::{
     rows::interval,
     session::{Instance, Session},
     settling::{self, bind_tickets, place},
+    taking_over,
 };
 use crate::{
+    observe::Database,
     record::RecordId,
     store::{
         Settled, StoreError, StoreErrorKind, Ticket,
@@ -38,6 +40,7 @@ enum Class {
     Claims,
     Releases,
     Forgetting,
+    TakingOver,
     Settling,
     Renewal,
 }
@@ -48,6 +51,7 @@ impl Class {
             Operation::Claim(_) => Self::Claims,
             Operation::Release(_) => Self::Releases,
             Operation::Forget(_) => Self::Forgetting,
+            Operation::TakeOver(_) => Self::TakingOver,
             Operation::Renew(_) => Self::Renewal,
             _ => Self::Settling,
         }
@@ -87,6 +91,7 @@ impl PostgresWriter {
 }
 
 impl Writer for PostgresWriter {
+    const DATABASE: Database = Database::Postgres;
     const MAX_BATCH: usize = 1_024;
 
     /// One class of operations; the others are left for the next time.
@@ -100,6 +105,7 @@ impl Writer for PostgresWriter {
             Class::Releases => settling::run(session, batch, true).await,
             Class::Settling => settling::run(session, batch, false).await,
             Class::Forgetting => forget_first(session, batch).await,
+            Class::TakingOver => taking_over::run(session, batch).await,
             Class::Renewal => renew_first(session, batch).await,
         };
         match sent {

@@ -2,20 +2,21 @@
 
 use super::*;
 
+fn leases(world: &World) -> Leases {
+    let leases = world.leases.iter().enumerate();
+    let live = leases.filter(|(_, left)| **left > 0);
+    let live =
+        live.map(|(instance, left)| (owner(instance.try_into().unwrap()), NOW.after(ticks(*left))));
+    Leases(live.collect())
+}
+
 impl<R: Rules> Walk<R> {
     pub(super) fn claim(&mut self, mut world: World, at: usize) -> Checked {
         let run = world.runs[at];
         let this = u8::try_from(at).unwrap();
         let mut request = self.requests[at].clone();
         request.replaces = (run.replaces != NONE).then(|| token(run.replaces));
-        let leases = world
-            .leases
-            .iter()
-            .enumerate()
-            .filter(|(_, left)| **left > 0);
-        let leases = leases
-            .map(|(instance, left)| (owner(instance.try_into().unwrap()), NOW.after(ticks(*left))));
-        let leases = Leases(leases.collect());
+        let leases = leases(&world);
         let slot = self.slot(&world);
         let (slot, reply) = R::claim(slot, &request, owner(run.instance), &leases);
 
@@ -115,6 +116,88 @@ impl<R: Rules> Walk<R> {
         world.runs[at].life = world.lives;
         let lease = &mut world.leases[usize::from(run.instance)];
         *lease = (*lease).max(LEASE);
+        Ok(())
+    }
+
+    pub(super) fn take_over(&mut self, mut world: World, at: usize) -> Checked {
+        let run = world.runs[at];
+        let taking = TakingOver {
+            abandoned: token(run.replaces),
+            token: token(at.try_into().unwrap()),
+            hold: ticks(HOLD),
+            owner: owner(run.instance),
+        };
+        let (slot, taken) = R::take_over(self.slot(&world), &taking, &leases(&world));
+        let before = world.record;
+        world.record = slot.as_ref().map(Kept::of);
+        match &taken {
+            Some(ticket) => self.taken(&mut world, at, before, ticket)?,
+            None => {
+                let same = world.record == before;
+                promise(same, "a takeover that failed changed the record")?;
+                let may = before.is_some_and(|before| {
+                    let named = before.token == run.replaces;
+                    let gone = before.state == State::Abandoned || world.gone(&before);
+                    !before.expired() && named && gone
+                });
+                promise(!may, "an abandoned record was not taken over by its token")?;
+            }
+        }
+        self.arrived(world, at, TAKE_OVER);
+        if run.phase != Phase::Asking {
+            return Ok(());
+        }
+        let mut heard = world;
+        match taken {
+            Some(_) => {
+                let mut later = world;
+                later.runs[at].network |= WON;
+                self.arrived(later, at, TAKE_OVER);
+                heard.heard_won(at);
+            }
+            None => heard.over(at / CLAIMS_EACH, at),
+        }
+        self.arrived(heard, at, TAKE_OVER);
+        Ok(())
+    }
+
+    /// A record was taken over: by right, and is it what it was?
+    fn taken(
+        &self,
+        world: &mut World,
+        at: usize,
+        before: Option<Kept>,
+        ticket: &Ticket,
+    ) -> Checked {
+        let run = world.runs[at];
+        let this = u8::try_from(at).unwrap();
+        promise(world.done.is_none(), "a completed record was taken over")?;
+        let before = before.filter(|before| !before.expired());
+        let before = before.ok_or("a record was taken over that is not there")?;
+        let attempt = u32::from(before.attempt);
+        let ours = ticket.token == token(this) && ticket.attempt == attempt;
+        promise(ours, "a takeover was told another ticket")?;
+        if before.token == this {
+            let same = world.record == Some(before);
+            promise(same, "a takeover sent again changed the record")?;
+        } else {
+            let named = run.replaces == before.token;
+            promise(named, "a record was taken over without naming the token")?;
+            let gone = before.state == State::Abandoned || world.gone(&before);
+            promise(gone, "a record was taken over from the living")?;
+            let expected = Kept {
+                state: State::Running,
+                token: this,
+                instance: run.instance,
+                run_left: HOLD,
+                ..before
+            };
+            let kept = world.record == Some(expected);
+            promise(kept, "a takeover changed more than who holds the record")?;
+        }
+        world.runs[at].life = world.lives;
+        let lease = &mut world.leases[usize::from(run.instance)];
+        *lease = (*lease).max(HOLD);
         Ok(())
     }
 

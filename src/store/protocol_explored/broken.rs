@@ -131,4 +131,67 @@ broken! {
             Real::purge(slot.filter(|record| record.state != State::Running))
         }
     }
+    a_hold_of_the_living_is_caught: HOLDING, "a record was taken over from the living" {
+        fn take_over(
+            slot: Option<Record>,
+            taking: &TakingOver,
+            _: &Leases,
+        ) -> (Option<Record>, Option<Ticket>) {
+            take_over(slot, taking, &Leases::default(), NOW)
+        }
+    }
+    a_hold_of_what_is_completed_is_caught: HOLDING, "a completed record was taken over" {
+        fn take_over(
+            mut slot: Option<Record>,
+            taking: &TakingOver,
+            leases: &Leases,
+        ) -> (Option<Record>, Option<Ticket>) {
+            if let Some(record) = &mut slot
+                && record.token == taking.abandoned
+                && record.state == State::Completed
+            {
+                record.state = State::Abandoned;
+            }
+            take_over(slot, taking, leases, NOW)
+        }
+    }
+    a_hold_that_names_any_token_is_caught:
+        Setting { owners: 2, duplicates: 0, ..HOLDING },
+        "a record was taken over without naming the token"
+    {
+        fn take_over(
+            slot: Option<Record>,
+            taking: &TakingOver,
+            leases: &Leases,
+        ) -> (Option<Record>, Option<Ticket>) {
+            let abandoned = slot.as_ref().map_or(taking.abandoned, |record| record.token);
+            take_over(slot, &TakingOver { abandoned, ..*taking }, leases, NOW)
+        }
+    }
+    a_hold_that_fences_nobody_off_is_caught:
+        HOLDING, "a takeover changed more than who holds the record"
+    {
+        fn take_over(
+            slot: Option<Record>,
+            taking: &TakingOver,
+            leases: &Leases,
+        ) -> (Option<Record>, Option<Ticket>) {
+            let (mut slot, ticket) = take_over(slot, taking, leases, NOW);
+            if let (Some(record), Some(_)) = (&mut slot, &ticket) {
+                record.token = taking.abandoned;
+            }
+            (slot, ticket)
+        }
+    }
+    a_hold_that_is_refused_to_its_holder_is_caught:
+        HOLDING, "an abandoned record was not taken over by its token"
+    {
+        fn take_over(
+            slot: Option<Record>,
+            _: &TakingOver,
+            _: &Leases,
+        ) -> (Option<Record>, Option<Ticket>) {
+            (slot, None)
+        }
+    }
 }

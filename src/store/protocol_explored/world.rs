@@ -13,6 +13,7 @@ impl World {
         };
         let run = Run {
             phase: Phase::Unused,
+            holds: false,
             network: 0,
             settles: 0,
             replaces: NONE,
@@ -62,16 +63,17 @@ impl World {
             if !going(run) {
                 run.life = 0;
                 run.settles = 0;
-                if run.network & CLAIM == 0 {
+                if run.network & ASKS == 0 {
                     run.replaces = NONE;
+                    run.holds = false;
                 }
                 // What a lost caller is told is read by nobody, and what a token that is not the
                 // record's asks for was tried already (`fences`).
                 run.network &= !WON;
-                if run.network & CLAIM == 0 && usize::from(current) != at {
+                if run.network & ASKS == 0 && usize::from(current) != at {
                     run.network = 0;
                 }
-                if run.network & CLAIM == 0 && usize::from(current) != at {
+                if run.network & ASKS == 0 && usize::from(current) != at {
                     run.instance = NONE;
                     continue;
                 }
@@ -124,7 +126,7 @@ impl World {
                     .record
                     .is_some_and(|record| usize::from(record.token) == at);
                 rank = (rank << 3) | run.phase as u64;
-                rank = (rank << 5) | u64::from(run.network);
+                rank = (rank << 6) | u64::from(run.network);
                 rank = (rank << 1) | u64::from(ours);
             }
             let leases = (self.leases[process * 2] << 2) | self.leases[process * 2 + 1];

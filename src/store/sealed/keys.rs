@@ -181,7 +181,9 @@ impl SealingKeys {
     }
 
     /// Also takes responses and checkpoints that are not sealed, for the time after sealing was turned on.
-    /// Default: they are refused, since whoever can write to the database could have put them there.
+    /// Default: they are refused, since whoever can write to the database could have put them there. (Of
+    /// checkpoints those that [`Idempotency::checkpoint`](crate::Idempotency::checkpoint) saved, which say that
+    /// they are plain.)
     ///
     /// Remove it one [`ttl`](crate::IdempotencyLayer::ttl) later.
     pub fn also_opens_plain(mut self) -> Self {

@@ -11,6 +11,7 @@ use super::{
     names::{Names, prefixed},
 };
 use crate::{
+    checkpoint::PLAIN,
     record::RecordId,
     retained::{self, DecodeError},
     store::sealed_form::{SEALED, Sealed, Unopened, key_id},
@@ -108,6 +109,8 @@ impl Ring {
         }
     }
 
+    /// Whoever saved it through this store gets the same bytes back, whatever they are. What was not sealed
+    /// passes only when it says that it is plain: a sealed value that was cut or changed never does.
     pub(super) fn open_checkpoint(
         &self,
         stored: &RecordId,
@@ -116,7 +119,14 @@ impl Ring {
     ) -> Result<Bytes, DecodeError> {
         match self.open(stored, Purpose::Checkpoint(name), &value) {
             Ok(plain) => Ok(plain),
-            Err(Unopened::NotSealed) if self.opens_plain => Ok(value),
+            Err(Unopened::NotSealed) => match value.first() {
+                // What only begins like a sealed one is damaged.
+                Some(&SEALED) => Err(DecodeError::Damaged),
+                _ if !self.opens_plain => Err(DecodeError::NotSealed),
+                Some(&PLAIN) => Ok(value),
+                Some(&unknown) => Err(DecodeError::Version(unknown)),
+                None => Err(DecodeError::Damaged),
+            },
             Err(why) => Err(retained::unopened(why, key_id(&value))),
         }
     }

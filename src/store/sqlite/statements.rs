@@ -133,11 +133,10 @@ pub(super) const PURGE_OWNERS: &str =
 pub(super) const FIND_RUNNING: &str =
     "SELECT id FROM idempotency_records WHERE scope = ? AND key = ? AND token = ? AND state = 1";
 
-pub(super) const COUNT_OTHER_CHECKPOINTS: &str =
-    "SELECT count(*) FROM idempotency_checkpoints WHERE record = ? AND name <> ?";
-
-pub(super) const SAVE_CHECKPOINT: &str =
-    "INSERT INTO idempotency_checkpoints (record, name, value) VALUES (?, ?, ?)
+/// Unless as many others were saved under the record as there may be.
+pub(super) const SAVE_CHECKPOINT: &str = "INSERT INTO idempotency_checkpoints (record, name, value)
+SELECT id, ?, ? FROM idempotency_records r WHERE scope = ? AND key = ? AND token = ? AND state = 1
+    AND (SELECT count(*) FROM idempotency_checkpoints c WHERE c.record = r.id AND c.name <> ?) < ?
 ON CONFLICT (record, name) DO UPDATE SET value = excluded.value";
 
 /// One row without a name stands for a record without checkpoints.

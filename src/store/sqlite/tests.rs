@@ -22,6 +22,8 @@ use crate::{IdempotencyKey, Scope, record::Fingerprint, testing::FakeClock};
 
 #[cfg(feature = "testing")]
 mod conformance;
+mod holding;
+mod joining;
 mod turns;
 
 /// A clock that stands until it is set.

@@ -7,20 +7,19 @@ use bytes::Bytes;
 use sqlx::{Row, SqliteConnection, sqlite::SqliteRow};
 
 use super::{
-    Instance,
+    Instance, joining,
     slots::{Changes, Commit, Slot, Slots},
     statements::{
-        BEGIN, BEGIN_AND_LOAD, COUNT_OTHER_CHECKPOINTS, FIND_RUNNING, LOAD_CHECKPOINTS,
-        PURGE_OWNERS, PURGE_RECORDS, PURGE_RESPONSES, SAVE_CHECKPOINT, bind_id,
+        BEGIN, BEGIN_AND_LOAD, LOAD_CHECKPOINTS, PURGE_OWNERS, PURGE_RECORDS, PURGE_RESPONSES,
+        bind_id,
     },
 };
 use crate::{
     record::{Record, RecordId, Timestamp},
     store::{
-        Checkpoint, Claim, ClaimRequest, Settled, StoreError, StoreErrorKind, Ticket,
-        check_checkpoint,
-        group::{Failure, Operation, Save},
-        protocol::{self, Leases},
+        Checkpoint, Claim, ClaimRequest, StoreError, StoreErrorKind, Ticket,
+        group::{Failure, Operation, Save, TakeOver},
+        protocol::{self, Leases, TakingOver},
     },
 };
 
@@ -128,7 +127,12 @@ impl Transaction<'_> {
     async fn carry_out_alone(&mut self, operation: &mut Operation) -> Result<(), Failure> {
         match operation {
             Operation::Save(asked) => {
-                let saved = self.save(&asked.question).await?;
+                let Save {
+                    ticket,
+                    name,
+                    value,
+                } = &asked.question;
+                let saved = joining::save(self.connection, ticket, name, value).await?;
                 asked.answer(saved);
             }
             Operation::Load(asked) => {
@@ -227,6 +231,10 @@ impl Transaction<'_> {
                 let found = slots.slot(&asked.question).live(now);
                 asked.answer(found);
             }
+            Operation::TakeOver(asked) => {
+                let ticket = self.take_over(&asked.question, slots, now);
+                asked.answer(ticket);
+            }
             Operation::Forget(asked) => {
                 let forgotten = self.forget(slots.slot(&asked.question), now);
                 asked.answer(Ok(forgotten));
@@ -262,6 +270,29 @@ impl Transaction<'_> {
             self.extend_lease(now.after(request.lease));
         }
         Ok(claim)
+    }
+
+    fn take_over(
+        &mut self,
+        asked: &TakeOver,
+        slots: &mut Slots,
+        now: Timestamp,
+    ) -> Result<Option<Ticket>, StoreError> {
+        let taking = TakingOver {
+            abandoned: asked.abandoned,
+            token: asked.token,
+            hold: asked.hold,
+            owner: self.instance.owner,
+        };
+        let slot = slots.slot(&asked.id);
+        let leases = &self.leases;
+        let (ticket, _) =
+            slot.change(|record, _| protocol::take_over(record, &taking, leases, now))?;
+        if ticket.is_some() {
+            slot.claimed();
+            self.extend_lease(now.after(asked.hold));
+        }
+        Ok(ticket)
     }
 
     fn change<A>(
@@ -343,33 +374,6 @@ impl Transaction<'_> {
         self.records = self.records.saturating_sub(removed);
         Ok(removed)
     }
-
-    async fn save(&mut self, save: &Save) -> Result<Result<Settled, StoreError>, Failure> {
-        let running = bind_id(sqlx::query(FIND_RUNNING), &save.ticket.id)
-            .bind(save.ticket.token.as_bytes().to_vec())
-            .fetch_optional(&mut *self.connection)
-            .await?;
-        let Some(running) = running else {
-            return Ok(Ok(Settled::Lost));
-        };
-        let record: i64 = running.try_get(0)?;
-        let others: i64 = sqlx::query_scalar(COUNT_OTHER_CHECKPOINTS)
-            .bind(record)
-            .bind(&*save.name)
-            .fetch_one(&mut *self.connection)
-            .await?;
-        let others = usize::try_from(others).unwrap_or(usize::MAX);
-        if let Err(refused) = check_checkpoint(&save.name, &save.value, others) {
-            return Ok(Err(refused));
-        }
-        sqlx::query(SAVE_CHECKPOINT)
-            .bind(record)
-            .bind(&*save.name)
-            .bind(&*save.value)
-            .execute(&mut *self.connection)
-            .await?;
-        Ok(Ok(Settled::Done))
-    }
 }
 
 /// What is saved under this claim; `None` when it is not the record's.
@@ -410,6 +414,7 @@ pub(super) fn ids(operation: &Operation) -> impl Iterator<Item = &RecordId> {
         Operation::Abandon(asked) => (Some(&asked.question.id), &[][..]),
         Operation::Get(asked) => (Some(&asked.question), &[][..]),
         Operation::Forget(asked) => (Some(&asked.question), &[][..]),
+        Operation::TakeOver(asked) => (Some(&asked.question.id), &[][..]),
         Operation::Renew(asked) => (None, &*asked.question.tickets),
         _ => (None, &[][..]),
     };

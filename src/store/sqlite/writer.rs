@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     bounded::within,
+    observe::Database,
     record::Owner,
     store::{
         StoreError, StoreErrorKind,
@@ -178,6 +179,7 @@ impl SqliteWriter {
 }
 
 impl Writer for SqliteWriter {
+    const DATABASE: Database = Database::Sqlite;
     /// More than fits one transaction: while the turn is a handler's, all are to be looked at.
     const MAX_BATCH: usize = 1_024;
     const MAX_BATCH_BYTES: usize = usize::MAX;

@@ -21,6 +21,7 @@ mod housekeeping;
 mod inspecting;
 mod leases;
 mod lifetimes;
+mod recovering;
 mod settling;
 mod support;
 mod takeover;
@@ -55,6 +56,7 @@ pub use self::{
         c19_records_and_responses_expire_when_asked, c20_responses_come_back_byte_for_byte,
         c21_abandoned_records_stay,
     },
+    recovering::c33_an_abandoned_record_is_taken_over_to_find_out,
     settling::{
         c15_complete_records_the_outcome, c16_complete_sent_again_changes_nothing,
         c17_other_tokens_change_nothing, c18_release_frees_the_key,
@@ -181,6 +183,7 @@ macro_rules! store_conformance {
             c30_dropped_futures_break_nothing
             c31_a_closed_store_gives_its_lease_up
             c32_records_are_counted_by_scope
+            c33_an_abandoned_record_is_taken_over_to_find_out
         }
     };
     (@tests $harness:ty; $($name:ident)*) => {

@@ -221,6 +221,41 @@ impl<S: Inspect + Checkpoints> Tried<S> {
         self.answered("abandoned", self.store.abandoned(after, limit).await)
     }
 
+    pub(super) async fn take_over(
+        &self,
+        id: &RecordId,
+        abandoned: Token,
+        token: Token,
+        hold: Duration,
+    ) -> Option<Ticket> {
+        let taken = self.store.take_over(id, abandoned, token, hold).await;
+        self.answered("take_over", taken)
+    }
+
+    /// Takes over under a fresh token, and must succeed as this attempt.
+    pub(super) async fn hold(
+        &self,
+        attempt: u32,
+        id: &RecordId,
+        abandoned: Token,
+        hold: Duration,
+    ) -> Ticket {
+        let token = Token::random();
+        let taken = self.take_over(id, abandoned, token, hold).await;
+        let expected = Ticket {
+            id: id.clone(),
+            token,
+            attempt,
+        };
+        ensure_eq!(
+            self.number,
+            taken,
+            Some(expected.clone()),
+            "an abandoned record must be taken over by its token, as the attempt it was"
+        );
+        expected
+    }
+
     pub(super) async fn save(&self, ticket: &Ticket, name: &str, value: &[u8]) -> Settled {
         let value = Bytes::copy_from_slice(value);
         self.answered("save", self.store.save(ticket, name, value).await)

@@ -1,0 +1,100 @@
+//! What a run did that was cut off is found out by the request that meets its record.
+
+mod support;
+
+#[path = "resolving/failing.rs"]
+mod failing;
+#[path = "resolving/leaving.rs"]
+mod leaving;
+#[path = "resolving/rivals.rs"]
+mod rivals;
+#[path = "resolving/verdicts.rs"]
+mod verdicts;
+
+use std::time::Duration;
+
+use axum::{
+    Router,
+    body::Body,
+    http::{Request, StatusCode},
+};
+use support::{provider::Provider, puppet::Puppet, *};
+use tokio::task::JoinHandle;
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_idempotency::{IdempotencyLayer, Resolver, State, Verdict};
+
+const IN_FLIGHT: &str = "idempotency_in_flight";
+const UNKNOWN: &str = "idempotency_outcome_unknown";
+const REUSED: &str = "idempotency_key_reused";
+const UNAVAILABLE: &str = "idempotency_store_unavailable";
+const NOT_RETAINED: &str = "idempotency_response_not_retained";
+const LEASE: Duration = Duration::from_secs(30);
+/// Longer than any record is held to find out about it.
+const HOLD: Duration = Duration::from_secs(120);
+
+fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
+    IdempotencyLayer::new(store.clone())
+        .single_tenant()
+        .lease(LEASE)
+        .store_timeout(Duration::from_secs(5))
+}
+
+fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
+    let app = app.clone();
+    tokio::spawn(async move { send(&app, request).await })
+}
+
+async fn state(store: &TestStore, key: &str) -> Option<State> {
+    Some(record(store, key).await?.state)
+}
+
+async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
+    for _ in 0..2_000 {
+        if state(store, key).await == expected {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let found = state(store, key).await;
+    panic!("{key} is {found:?} and never {expected:?}");
+}
+
+fn paid() -> Verdict {
+    Verdict::answer((StatusCode::CREATED, "paid"))
+}
+
+/// A service with a puppet for a handler, and what it asks.
+struct Shop {
+    app: Router,
+    layer: IdempotencyLayer<TestStore>,
+    puppet: Puppet,
+}
+
+impl Shop {
+    fn new(layer: IdempotencyLayer<TestStore>) -> Self {
+        let (router, puppet) = Puppet::new();
+        let app = router
+            .route_layer(layer.clone())
+            .layer(CatchPanicLayer::new());
+        Self { app, layer, puppet }
+    }
+
+    fn asking(store: &TestStore, resolver: impl Resolver) -> Self {
+        Self::new(layer(store).resolver(resolver))
+    }
+
+    /// A run that is cut off: nobody knows what it did.
+    async fn cut_off(&mut self, key: &str) {
+        let request = spawn(&self.app, post(key, "A"));
+        self.puppet.next().await.panics("as the test wants");
+        assert_eq!(request.await.unwrap().status, 500);
+    }
+
+    async fn retry(&self, key: &str) -> Answer {
+        send(&self.app, post(key, "A")).await
+    }
+
+    fn retries(&self, key: &str) -> JoinHandle<Answer> {
+        spawn(&self.app, post(key, "A"))
+    }
+}
