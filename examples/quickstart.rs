@@ -1,7 +1,8 @@
 //! A payment service whose POST is safe to retry, on one SQLite file: `cargo run --example quickstart`.
 //!
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (quickstart.db),
-//! `LEASE_MS` (30000), `TTL_SECONDS` (86400), `RECOVERY` (`refuse`, or `rerun`), `RUST_LOG` (warn).
+//! `LEASE_MS` (30000), `TTL_SECONDS` (86400), `RECOVERY` (`refuse`, or `rerun`), `GRACE_MS` (20000: how long
+//! runs may take to end at shutdown; what is then aborted counts as outcome unknown), `RUST_LOG` (warn).
 
 use std::{
     env,
@@ -32,9 +33,7 @@ use tower_idempotency::{
 };
 use tracing_subscriber::EnvFilter;
 
-/// How long runs may take to end at shutdown. What is then aborted counts as outcome unknown.
-const RUN_GRACE: Duration = Duration::from_secs(20);
-/// How long connections may stay open after that; a silent client must not hold us up.
+/// How long connections may stay open once the runs have ended; a silent client must not hold us up.
 const CONNECTION_GRACE: Duration = Duration::from_secs(2);
 
 #[tokio::main]
@@ -55,6 +54,7 @@ async fn serve() -> Result<(), Failure> {
     let database: String = variable("DATABASE", "quickstart.db", "the path of a file")?;
     let lease: NonZeroU32 = variable("LEASE_MS", "30000", "a whole number from 1")?;
     let ttl: NonZeroU32 = variable("TTL_SECONDS", "86400", "a whole number from 1")?;
+    let grace: u32 = variable("GRACE_MS", "20000", "a whole number from 0")?;
     let recovery = match &*variable::<String>("RECOVERY", "refuse", "refuse or rerun")? {
         "refuse" => Recovery::Refuse,
         "rerun" => Recovery::rerun(),
@@ -98,7 +98,7 @@ async fn serve() -> Result<(), Failure> {
 
     // No new connections by now. Next, no new runs and an end of the old ones; then the rest of
     // the connections; last the store, which gives up this process's lease.
-    let drained = layer.drain(RUN_GRACE).await;
+    let drained = layer.drain(Duration::from_millis(grace.into())).await;
     tracing::info!(?drained, "stopping");
     let _ = timeout(CONNECTION_GRACE, server).await;
     store.close().await?;

@@ -2,8 +2,14 @@
 //! `cargo run --example two_step_charge`.
 //!
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (two_step_charge.db; the
-//! provider has a file of its own beside it), `LEASE_MS` (30000), `STEP_MS` (0: how long to stop after each
-//! step, which is time to pull the plug), `RUST_LOG` (warn).
+//! provider has a file of its own beside it), `LEASE_MS` (30000), `SWEEP_MS` (1000: how often charges that were
+//! cut off are looked after), `PROVIDER_MS` (10000: how long the provider may take to answer), `GRACE_MS`
+//! (20000: how long runs may take to end at shutdown), `DOWNSTREAM_SECRET` (one that is good for a
+//! demonstration only), `RUST_LOG` (warn).
+//!
+//! For drills: `STEP_MS` (0: how long to stop after each step) and `KILL_AT` (never), which ends the process the
+//! first time it gets there: `before-provider`, `after-provider`, `before-settle`, `before-record`, or
+//! `while-resolving`.
 //!
 //! `service` holds the steps and says why they are so; `provider` stands for the other party.
 
@@ -11,7 +17,7 @@ use std::{
     env,
     error::Error,
     future::IntoFuture,
-    io::{self, IsTerminal, Write},
+    io::{self, IsTerminal},
     net::{Ipv4Addr, SocketAddr},
     num::NonZeroU32,
     path::Path,
@@ -21,7 +27,7 @@ use std::{
     time::Duration,
 };
 
-use service::{Pause, Service, gateway::Gateway};
+use service::{Pause, Service, Settings, Step, gateway::Gateway};
 use tokio::{
     net::TcpListener,
     signal,
@@ -33,15 +39,17 @@ use tracing_subscriber::EnvFilter;
 
 mod provider;
 mod service;
+mod tour;
 
 /// For the two short transactions. Few: SQLite lets one writer in at a time.
 const CONNECTIONS: u32 = 4;
-/// How long the provider may take to answer.
-const PROVIDER_PATIENCE: Duration = Duration::from_secs(10);
-/// How long runs may take to end at shutdown. What is then aborted goes on with its retry.
-const RUN_GRACE: Duration = Duration::from_secs(20);
-/// How long connections may stay open after that; a silent client must not hold us up.
+/// How long connections may stay open once the runs have ended; a silent client must not hold us up.
 const CONNECTION_GRACE: Duration = Duration::from_secs(2);
+
+/// Whoever has the source has it as well.
+const DEMONSTRATION: &str = "no secret, for a demonstration";
+const FROM_0: &str = "a whole number from 0";
+const FROM_1: &str = "a whole number from 1";
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -59,8 +67,17 @@ async fn main() -> ExitCode {
 async fn serve() -> Result<(), Failure> {
     let listen: SocketAddr = variable("LISTEN", "127.0.0.1:3000", "an address with a port")?;
     let database: String = variable("DATABASE", "two_step_charge.db", "the path of a file")?;
-    let lease: NonZeroU32 = variable("LEASE_MS", "30000", "a whole number from 1")?;
-    let step: u32 = variable("STEP_MS", "0", "a whole number from 0")?;
+    let lease = variable("LEASE_MS", "30000", FROM_1)?;
+    let sweep = variable("SWEEP_MS", "1000", FROM_1)?;
+    let patience = variable("PROVIDER_MS", "10000", FROM_1)?;
+    let grace: u32 = variable("GRACE_MS", "20000", FROM_0)?;
+    let secret: String = variable("DOWNSTREAM_SECRET", DEMONSTRATION, "a text")?;
+    if secret.len() < 16 {
+        let message = "DOWNSTREAM_SECRET must have at least 16 bytes";
+        return Err(Failure(2, message.into()));
+    }
+    let step: u32 = variable("STEP_MS", "0", FROM_0)?;
+    let kill: KillAt = variable("KILL_AT", "never", KILL_POINTS)?;
 
     // The layer's records and the service's own tables may share a file.
     let not_open = |error: &dyn Error| Failure(1, format!("DATABASE {database}: {error}"));
@@ -72,16 +89,23 @@ async fn serve() -> Result<(), Failure> {
 
     let service = Service {
         ledger: ledger.clone(),
-        gateway: Gateway::new(format!("http://{provider}"), PROVIDER_PATIENCE),
-        pause: pause(Duration::from_millis(step.into())),
+        gateway: Gateway::new(format!("http://{provider}"), millis(patience)),
+        pause: pause(Duration::from_millis(step.into()), kill),
     };
-    let layer = service::layer(store.clone(), Duration::from_millis(lease.get().into()));
+    let settings = Settings {
+        lease: millis(lease),
+        secret: secret.as_bytes(),
+        patience: millis(patience),
+    };
+    let layer = service::layer(store.clone(), &service, &settings);
     let app = service::app(service, layer.clone());
 
     let listener = TcpListener::bind(listen).await;
     let listener = listener.map_err(|error| Failure(1, format!("LISTEN {listen}: {error}")))?;
     let told_to_stop = told_to_stop()?;
-    print_tour(listener.local_addr()?, provider);
+    tour::print(listener.local_addr()?, provider);
+    // Charges whose client does not come back are looked after as well. Ends when the layer is drained.
+    let sweeps = tokio::spawn(layer.reconciler().every(millis(sweep)).run());
     let stop = Arc::new(Notify::new());
     let stopped = stop.clone();
     let server = axum::serve(listener, app);
@@ -94,8 +118,9 @@ async fn serve() -> Result<(), Failure> {
 
     // No new connections by now. Next, no new runs and an end of the old ones, for which the provider is
     // still there; then the rest of the connections; last the store, which gives up this process's lease.
-    let drained = layer.drain(RUN_GRACE).await;
+    let drained = layer.drain(Duration::from_millis(grace.into())).await;
     tracing::info!(?drained, "stopping");
+    let _ = timeout(CONNECTION_GRACE, sweeps).await;
     let _ = timeout(CONNECTION_GRACE, server).await;
     store.close().await?;
     let _ = timeout(CONNECTION_GRACE, ledger.close()).await;
@@ -112,12 +137,39 @@ async fn serve_provider(file: &str) -> Result<SocketAddr, Failure> {
     Ok(address)
 }
 
-fn pause(length: Duration) -> Pause {
+/// Where the process is to die, for drills.
+#[derive(Clone, Copy)]
+struct KillAt(Option<Step>);
+
+const KILL_POINTS: &str = "never, before-provider, after-provider, before-settle, before-record \
+                           or while-resolving";
+
+impl FromStr for KillAt {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        Ok(Self(Some(match name {
+            "never" => return Ok(Self(None)),
+            "before-provider" => Step::Reserved,
+            "after-provider" => Step::Answered,
+            "before-settle" => Step::Noted,
+            "before-record" => Step::Done,
+            "while-resolving" => Step::LookedUp,
+            _ => return Err(()),
+        })))
+    }
+}
+
+fn pause(length: Duration, KillAt(kill): KillAt) -> Pause {
     Arc::new(move |step| {
         tracing::info!(?step, "step done");
         Box::pin(async move {
             if !length.is_zero() {
                 sleep(length).await;
+            }
+            if kill == Some(step) {
+                // As sudden as a power cut: nothing is dropped, flushed or given back.
+                std::process::abort();
             }
         })
     })
@@ -154,32 +206,6 @@ fn variable<T: FromStr>(name: &str, default: &str, expected: &str) -> Result<T, 
     value.ok_or_else(|| Failure(2, format!("{name} must be {expected}")))
 }
 
-/// Commands to try, with this process's addresses and id.
-fn print_tour(address: SocketAddr, provider: SocketAddr) {
-    let send = "curl -i -H 'Content-Type: application/json' -H 'X-Client-Id:";
-    let tour = TOUR.replace("SEND", send);
-    let tour = tour.replace("PROVIDER", &format!("http://{provider}/charges"));
-    let tour = tour.replace("URL", &format!("http://{address}"));
-    let tour = tour.replace("KEY", "Idempotency-Key");
-    let tour = tour.replace("PID", &std::process::id().to_string());
-    // Nobody has to listen.
-    let _ = writeln!(io::stdout(), "listening on http://{address}\n{tour}");
+fn millis(number: NonZeroU32) -> Duration {
+    Duration::from_millis(number.get().into())
 }
-
-const TOUR: &str = r#"
-# A charge, and its retry: the provider is asked once.
-SEND shop' -H 'KEY: c-1' -d '{"amount_minor":25000,"currency":"THB"}' URL/charges
-SEND shop' -H 'KEY: c-1' -d '{"amount_minor":25000,"currency":"THB"}' URL/charges
-# More than the provider lets pass: declined, and the budget has it back.
-SEND shop' -H 'KEY: c-2' -d '{"amount_minor":500001,"currency":"THB"}' URL/charges
-curl -H 'X-Client-Id: shop' URL/budgets/THB
-# The same key of another client is another charge.
-SEND stall' -H 'KEY: c-1' -d '{"amount_minor":25000,"currency":"THB"}' URL/charges
-curl PROVIDER
-# Pull the plug between the steps: start this again with STEP_MS=2000 LEASE_MS=3000. The provider has
-# charged after three seconds, and nothing is settled. Start once more, and send the retry: in flight until
-# the dead process's lease is over, which takes three seconds, and then one charge.
-SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges &
-sleep 3; kill -9 PID; wait
-SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges
-"#;

@@ -1,19 +1,19 @@
-//! The other party: a payment provider that charges once per key. It knows nothing of the service and
-//! has a file of its own.
+//! The other party: a payment provider that charges once per key, and tells by key what it has charged. It
+//! knows nothing of the service and has a file of its own.
 
 use std::path::Path;
 
 use axum::{
     Json, Router,
-    extract::State,
+    extract::{Path as InPath, State},
     http::{HeaderMap, StatusCode},
     response::{IntoResponse, Response},
-    routing::post,
+    routing::{get, post},
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
 use sqlx::{
-    SqlitePool,
+    FromRow, SqlitePool,
     sqlite::{SqliteConnectOptions, SqliteJournalMode},
 };
 
@@ -23,6 +23,7 @@ pub const MOST_MINOR: i64 = 500_000;
 pub fn app(charges: SqlitePool) -> Router {
     Router::new()
         .route("/charges", post(charge).get(count))
+        .route("/charges/by-key/{key}", get(look_up))
         .with_state(charges)
 }
 
@@ -69,20 +70,51 @@ async fn charge(
     let made = made.bind(if declined { "declined" } else { "charged" });
     made.execute(&charges).await?;
 
-    let found = sqlx::query_as(
-        "SELECT id, amount_minor, currency, status FROM charges WHERE idempotency_key = ?",
-    );
-    let found: (i64, i64, String, String) = found.bind(key).fetch_one(&charges).await?;
-    let (id, amount, currency, status) = found;
-    if (amount, currency) != (order.amount_minor, order.currency) {
+    let found = find(&charges, key).await?.ok_or(sqlx::Error::RowNotFound)?;
+    if (found.amount_minor, &found.currency) != (order.amount_minor, &order.currency) {
         return Ok(StatusCode::CONFLICT.into_response());
     }
-    let code = match &*status {
+    let code = match &*found.status {
         "charged" => StatusCode::CREATED,
         _ => StatusCode::PAYMENT_REQUIRED,
     };
-    let body = json!({ "id": format!("pc_{id}"), "status": status });
-    Ok((code, Json(body)).into_response())
+    Ok((code, found.shown()).into_response())
+}
+
+/// What became of the charge with this key. That there is none is said in words as well, since a proxy or a
+/// wrong address answers 404, too.
+async fn look_up(
+    State(charges): State<SqlitePool>,
+    InPath(key): InPath<String>,
+) -> Result<Response, Broken> {
+    Ok(match find(&charges, &key).await? {
+        Some(found) => found.shown().into_response(),
+        None => {
+            let body = json!({ "error": "no_such_charge" });
+            (StatusCode::NOT_FOUND, Json(body)).into_response()
+        }
+    })
+}
+
+#[derive(FromRow)]
+struct Charge {
+    id: i64,
+    amount_minor: i64,
+    currency: String,
+    status: String,
+}
+
+impl Charge {
+    fn shown(&self) -> Json<Value> {
+        Json(json!({ "id": format!("pc_{}", self.id), "status": self.status }))
+    }
+}
+
+async fn find(charges: &SqlitePool, key: &str) -> Result<Option<Charge>, sqlx::Error> {
+    let found = sqlx::query_as(
+        "SELECT id, amount_minor, currency, status FROM charges WHERE idempotency_key = ?",
+    );
+    found.bind(key).fetch_optional(charges).await
 }
 
 /// How many charges there are, and what they come to. Declined ones do not count.

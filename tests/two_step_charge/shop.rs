@@ -29,7 +29,7 @@ use tower_idempotency::SqliteStore;
 
 use crate::{
     provider,
-    service::{self, Pause, Service, Step, gateway::Gateway},
+    service::{self, Pause, Service, Settings, Step, gateway::Gateway},
     support::{Answer, bodies::Pieces, request, send},
 };
 
@@ -59,6 +59,8 @@ pub enum Mood {
     BreaksOffAfterwards,
     /// Charges and never says so.
     FallsSilentAfterwards,
+    /// Somebody on the way says that there is no such page.
+    IsMisplaced,
     /// Takes a connection of this pool and writes with it before it answers.
     WritesWith(SqlitePool),
 }
@@ -149,7 +151,12 @@ impl Shop {
 /// `file` is for the layer's records.
 pub async fn serve_with(service: Service, file: &Path) -> Router {
     let store = SqliteStore::open(file).await.unwrap();
-    let layer = service::layer(store, LEASE);
+    let settings = Settings {
+        lease: LEASE,
+        secret: b"what the tests have as a secret",
+        patience: PATIENCE,
+    };
+    let layer = service::layer(store, &service, &settings);
     service::app(service, layer).layer(CatchPanicLayer::new())
 }
 
@@ -159,9 +166,12 @@ async fn behave(mood: Mood, request: Request, next: Next) -> Response {
     {
         return (StatusCode::INTERNAL_SERVER_ERROR, why).into_response();
     }
+    if matches!(mood, Mood::IsMisplaced) {
+        return (StatusCode::NOT_FOUND, "<h1>Not found</h1>").into_response();
+    }
     let response = next.run(request).await;
     match mood {
-        Mood::Normal | Mood::WritesWith(_) => response,
+        Mood::Normal | Mood::WritesWith(_) | Mood::IsMisplaced => response,
         Mood::FailsAfterwards => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
         Mood::BreaksOffAfterwards => {
             let broken = Pieces::new(["{\"id\":"]).then_error().body();

@@ -10,10 +10,15 @@ use serde_json::{Value, json};
 use tower_idempotency::Idempotency;
 
 use super::{
-    Service, Step, client, downstream,
+    Service, Step, client,
     ledger::{self, Charge, Order, Status},
     refused::Refused,
 };
+
+/// The step whose downstream key the provider gets. Another name is another key, and so another charge.
+pub const CHARGE: &str = "charge";
+/// The checkpoint with what the provider said.
+pub const VERDICT: &str = "verdict";
 
 /// Charges. However often this runs for one key, and wherever a run is cut off, the provider charges once.
 pub async fn create(
@@ -26,19 +31,32 @@ pub async fn create(
     let (client, key) = (idempotency.scope().as_bytes(), idempotency.key().as_bytes());
     let charge = ledger::reserve(&service.ledger, client, key, &order).await?;
     (service.pause)(Step::Reserved).await;
-    let charge = finish(&service, charge).await?;
+    let charge = finish(&service, &idempotency, charge).await?;
     Ok(answer(&charge))
 }
 
-/// Takes a charge from wherever it is to its end.
-pub async fn finish(service: &Service, charge: Charge) -> Result<Charge, Refused> {
+/// Takes a charge from wherever an earlier run has left it to its end.
+async fn finish(
+    service: &Service,
+    idempotency: &Idempotency,
+    charge: Charge,
+) -> Result<Charge, Refused> {
     if charge.status != Status::Reserved {
         return Ok(charge);
     }
-    let key = downstream::key(&charge.client, &charge.key, "charge");
-    let verdict = service.gateway.charge(&key, &charge).await;
-    let verdict = verdict.map_err(|unclear| Refused::Unclear(charge.id, unclear))?;
-    (service.pause)(Step::Answered).await;
+    let verdict = match idempotency.checkpointed(VERDICT).await? {
+        Some(noted) => noted,
+        None => {
+            let key = idempotency.downstream_key(CHARGE)?;
+            let verdict = service.gateway.charge(&key, &charge).await;
+            let verdict = verdict.map_err(|unclear| Refused::Unclear(charge.id, unclear))?;
+            (service.pause)(Step::Answered).await;
+            // From here on nobody has to ask the provider again.
+            idempotency.checkpoint(VERDICT, &verdict).await?;
+            verdict
+        }
+    };
+    (service.pause)(Step::Noted).await;
     let charge = ledger::settle(&service.ledger, charge.id, &verdict).await?;
     (service.pause)(Step::Settled).await;
     Ok(charge)
@@ -74,9 +92,9 @@ pub async fn budget(
     })))
 }
 
-/// 402 is the provider's last word, and the layer keeps it as it keeps a 201: what was declined under this
+/// What every run answers, and the resolver in the place of one that was cut off. 402 is the provider's last word, and the layer keeps it as it keeps a 201: what was declined under this
 /// key stays declined.
-fn answer(charge: &Charge) -> Response {
+pub fn answer(charge: &Charge) -> Response {
     let status = match charge.status {
         Status::Declined => StatusCode::PAYMENT_REQUIRED,
         Status::Reserved | Status::Charged => StatusCode::CREATED,

@@ -9,9 +9,10 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::TokioExecutor,
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::time::timeout;
+use tower_idempotency::DownstreamKey;
 
 use super::ledger::Charge;
 
@@ -26,8 +27,8 @@ pub struct Gateway {
     patience: Duration,
 }
 
-/// The provider's last word.
-#[derive(Debug)]
+/// The provider's last word, as it is also kept in a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
 pub enum Verdict {
     /// With the provider's number for it.
     Charged(String),
@@ -47,7 +48,10 @@ pub enum Unclear {
 #[derive(Deserialize)]
 struct Made {
     id: String,
+    status: String,
 }
+
+type Failed = Box<dyn Error + Send + Sync>;
 
 impl Gateway {
     /// `patience` is for one call, from the connection to the last byte of the answer.
@@ -61,36 +65,58 @@ impl Gateway {
     }
 
     /// Charges, or finds out what became of the charge with this key.
-    pub async fn charge(&self, key: &str, charge: &Charge) -> Result<Verdict, Unclear> {
-        let answer = timeout(self.patience, self.send(key, charge));
-        let answer = answer.await.map_err(|late| Unclear::Silent(late.into()))?;
-        let (status, body) = answer.map_err(Unclear::Silent)?;
+    pub async fn charge(&self, key: &DownstreamKey, charge: &Charge) -> Result<Verdict, Unclear> {
+        let body = json!({ "amount_minor": charge.amount_minor, "currency": charge.currency });
+        let request = Request::post(format!("{}/charges", self.url))
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::from(body.to_string()));
+        let mut request = request.map_err(|error| Unclear::Silent(error.into()))?;
+        key.set_on(&mut request);
+        let (status, body) = self.send(request).await?;
         match status {
-            StatusCode::CREATED => match serde_json::from_slice(&body) {
-                Ok(Made { id }) => Ok(Verdict::Charged(id)),
-                Err(_) => Err(Unclear::Incomprehensible(status)),
-            },
-            StatusCode::PAYMENT_REQUIRED => Ok(Verdict::Declined),
+            StatusCode::CREATED | StatusCode::PAYMENT_REQUIRED => verdict(status, &body),
             // An error of the provider's, or one of ours: neither says anything about the money.
             other => Err(Unclear::Incomprehensible(other)),
         }
     }
 
-    async fn send(
-        &self,
-        key: &str,
-        charge: &Charge,
-    ) -> Result<(StatusCode, Bytes), Box<dyn Error + Send + Sync>> {
-        let body = json!({ "amount_minor": charge.amount_minor, "currency": charge.currency });
-        let request = Request::post(format!("{}/charges", self.url))
-            .header(CONTENT_TYPE, "application/json")
-            .header("idempotency-key", key)
-            .body(Full::from(body.to_string()))?;
-        let response = self.http.request(request).await?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), LONGEST_ANSWER);
-        Ok((status, body.collect().await?.to_bytes()))
+    /// What became of the charge with this key, and changes nothing. `None`: the provider knows of none.
+    pub async fn look_up(&self, key: &DownstreamKey) -> Result<Option<Verdict>, Unclear> {
+        let url = format!("{}/charges/by-key/{}", self.url, key.as_str());
+        let request = Request::get(url).body(Full::default());
+        let request = request.map_err(|error| Unclear::Silent(error.into()))?;
+        let (status, body) = self.send(request).await?;
+        match status {
+            StatusCode::OK => verdict(status, &body).map(Some),
+            StatusCode::NOT_FOUND if is_no_charge(&body) => Ok(None),
+            other => Err(Unclear::Incomprehensible(other)),
+        }
     }
+
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<(StatusCode, Bytes), Unclear> {
+        let answer = timeout(self.patience, async {
+            let response = self.http.request(request).await?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), LONGEST_ANSWER);
+            Ok::<_, Failed>((status, body.collect().await?.to_bytes()))
+        });
+        let answer = answer.await.map_err(|late| Unclear::Silent(late.into()))?;
+        answer.map_err(Unclear::Silent)
+    }
+}
+
+fn verdict(status: StatusCode, body: &[u8]) -> Result<Verdict, Unclear> {
+    match serde_json::from_slice(body) {
+        Ok(Made { id, status }) if status == "charged" => Ok(Verdict::Charged(id)),
+        Ok(Made { status, .. }) if status == "declined" => Ok(Verdict::Declined),
+        _ => Err(Unclear::Incomprehensible(status)),
+    }
+}
+
+/// Whether it is the provider that says so: a proxy's 404 must not free a key.
+fn is_no_charge(body: &[u8]) -> bool {
+    let said: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    said["error"] == "no_such_charge"
 }
 
 impl fmt::Display for Unclear {
@@ -101,3 +127,5 @@ impl fmt::Display for Unclear {
         }
     }
 }
+
+impl Error for Unclear {}

@@ -45,11 +45,10 @@ impl Status {
     }
 }
 
-/// One row, with all that is needed to go on with it.
+/// One row, with what is needed to go on with it.
 pub struct Charge {
     pub id: i64,
     pub client: Vec<u8>,
-    pub key: Vec<u8>,
     pub amount_minor: i64,
     pub currency: String,
     pub status: Status,
@@ -64,7 +63,6 @@ impl FromRow<'_, SqliteRow> for Charge {
         Ok(Self {
             id: row.try_get("id")?,
             client: row.try_get("client")?,
-            key: row.try_get("idempotency_key")?,
             amount_minor: row.try_get("amount_minor")?,
             currency: row.try_get("currency")?,
             status: status.ok_or_else(|| sqlx::Error::Decode("unknown status".into()))?,
@@ -91,10 +89,8 @@ pub async fn reserve(
     let made = made.bind(client).bind(key).bind(order.amount_minor);
     let made = made.bind(&order.currency);
     let Some(charge) = made.fetch_optional(&mut *transaction).await? else {
-        let found =
-            sqlx::query_as("SELECT * FROM charges WHERE client = ? AND idempotency_key = ?");
-        let found = found.bind(client).bind(key);
-        let found: Charge = found.fetch_one(&mut *transaction).await?;
+        let found = find_by_key(&mut *transaction, client, key).await?;
+        let found = found.ok_or(sqlx::Error::RowNotFound)?;
         transaction.rollback().await?;
         let is_the_same =
             (found.amount_minor, &found.currency) == (order.amount_minor, &order.currency);
@@ -126,8 +122,8 @@ pub async fn reserve(
     Ok(charge)
 }
 
-/// Last step: turns the reservation into a charge, or gives it back. If another run was faster, its result
-/// stands; the provider told both the same.
+/// Last step: turns the reservation into a charge, or gives it back. If another run or the resolver was
+/// faster, its result stands; the provider told both the same.
 pub async fn settle(
     ledger: &SqlitePool,
     charge: i64,
@@ -174,6 +170,15 @@ pub async fn settle(
 pub async fn find(ledger: impl SqliteExecutor<'_>, id: i64) -> Result<Option<Charge>, sqlx::Error> {
     let found = sqlx::query_as("SELECT * FROM charges WHERE id = ?");
     found.bind(id).fetch_optional(ledger).await
+}
+
+pub async fn find_by_key(
+    ledger: impl SqliteExecutor<'_>,
+    client: &[u8],
+    key: &[u8],
+) -> Result<Option<Charge>, sqlx::Error> {
+    let found = sqlx::query_as("SELECT * FROM charges WHERE client = ? AND idempotency_key = ?");
+    found.bind(client).bind(key).fetch_optional(ledger).await
 }
 
 /// Available, reserved and spent.

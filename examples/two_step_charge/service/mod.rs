@@ -8,32 +8,46 @@
 //! | --- | --- | --- |
 //! | reserve | one short transaction: the row of the charge, and its amount off the budget | finds the row of this client and key |
 //! | ask the provider | nothing open, nothing locked | the same downstream key, which the provider charges once |
+//! | note what it said | a checkpoint under the claim | the same name, so the same value |
 //! | settle | one short transaction: `charged` and spent, or `declined` and given back | changes only what is still reserved |
 //!
-//! Therefore the layer may run a charge again whose run was cut off, wherever that was
-//! ([`Recovery::rerun`]). It is an ordinary layer: what the steps leave behind is committed long before
-//! the record of the key is complete.
+//! A run that is cut off leaves an outcome that the layer does not know. It is neither run again blindly nor
+//! refused for ever: [`recovery`] asks the provider by the downstream key, which is the same in every process.
 //!
-//! A client that never comes back leaves its charge `reserved`. [`charges::finish`] needs no more than the
-//! row, so a sweep over old rows can call it as well.
+//! | the run was cut off | what is found | what a retry gets |
+//! | --- | --- | --- |
+//! | before the provider was asked | no charge under this key | it runs: the row is there, and the provider charges |
+//! | after the provider was asked | a charge, at the provider or in the checkpoint | the answer that the run would have given, replayed |
+//! | after it was settled | the row | the same |
+//!
+//! It is an ordinary layer: what the steps leave behind is committed long before the record of the key is
+//! complete.
+//!
+//! A client that is told 503, since the provider gave no verdict, and never comes back leaves its charge
+//! `reserved`: its key is free, so there is no record to sweep over. Whoever wants such charges swept as well
+//! answers with `Retain::Abandon` in `refused` instead of `Retain::Release`. Then a retry is told that the
+//! outcome is unknown, as long as the provider is silent, where now it asks the provider again.
 
 use std::{path::Path, pin::Pin, sync::Arc, time::Duration};
 
 use axum::{
     Router,
+    extract::{Request, State},
     http::{HeaderMap, request},
+    middleware::{Next, from_fn_with_state},
+    response::Response,
     routing::{get, post},
 };
 use sqlx::{
     SqlitePool,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
-use tower_idempotency::{IdempotencyLayer, Recovery, Scope, SqliteStore};
+use tower_idempotency::{Abandoned, Idempotency, IdempotencyLayer, Scope, SqliteStore};
 
 mod charges;
-pub mod downstream;
 pub mod gateway;
 pub mod ledger;
+mod recovery;
 mod refused;
 
 /// What the handlers work with.
@@ -47,9 +61,18 @@ pub struct Service {
 /// A step that has just been done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
+    /// The row is there.
     Reserved,
+    /// The provider has answered.
     Answered,
+    /// What it said is in a checkpoint.
+    Noted,
+    /// The row says `charged` or `declined`.
     Settled,
+    /// The handler has answered, and the layer has not recorded it.
+    Done,
+    /// The resolver knows what the provider knows.
+    LookedUp,
 }
 
 /// For drills only: awaited after each step. There the plug may be pulled.
@@ -62,17 +85,50 @@ pub fn app(service: Service, layer: IdempotencyLayer<SqliteStore>) -> Router {
         .route("/charges", post(charges::create))
         .route("/charges/{id}", get(charges::show))
         .route("/budgets/{currency}", get(charges::budget))
+        // Added before the layer, so inside of it.
+        .route_layer(from_fn_with_state(service.clone(), pause_when_done))
         .route_layer(layer)
         .with_state(service)
 }
 
-pub fn layer(store: SqliteStore, lease: Duration) -> IdempotencyLayer<SqliteStore> {
+async fn pause_when_done(
+    State(service): State<Service>,
+    keyed: Option<Idempotency>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let response = next.run(request).await;
+    if keyed.is_some() {
+        (service.pause)(Step::Done).await;
+    }
+    response
+}
+
+/// What differs between a drill and the real thing.
+pub struct Settings<'a> {
+    pub lease: Duration,
+    /// What the keys for the provider are made with. With another one a retry would be another charge there, so
+    /// it stays what it is as long as keys live.
+    pub secret: &'a [u8],
+    /// How long the provider may take to answer.
+    pub patience: Duration,
+}
+
+pub fn layer(
+    store: SqliteStore,
+    service: &Service,
+    settings: &Settings<'_>,
+) -> IdempotencyLayer<SqliteStore> {
+    let service = service.clone();
     IdempotencyLayer::new(store)
-        .max_run(lease.max(Duration::from_secs(600)))
-        .lease(lease)
+        .max_run(settings.lease.max(Duration::from_secs(600)))
+        .lease(settings.lease)
         .scope(|head: &request::Parts| client(&head.headers))
-        // Every step may be repeated; see above. A handler of which that is not true leaves the default.
-        .recovery(Recovery::rerun())
+        .downstream_secret(settings.secret)
+        // The recovery policy stays at refusing: what the resolver cannot tell is left as it is.
+        .resolver(move |abandoned: Abandoned| recovery::resolve(service.clone(), abandoned))
+        // For the look-up, and as long again for the ledger.
+        .resolver_timeout(settings.patience * 2)
 }
 
 /// Stands for authentication, which a real service has outside the layer: a header that callers make up

@@ -7,11 +7,11 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
-use tower_idempotency::Retain;
+use tower_idempotency::{CheckpointError, NoDownstreamSecret, Retain};
 
 use super::gateway::Unclear;
 
-/// `{"error": "…"}`, and the key is free again.
+/// `{"error": "…"}`, and the key is free again, unless it is said otherwise below.
 pub enum Refused {
     Malformed(JsonRejection),
     Field(&'static str),
@@ -24,11 +24,26 @@ pub enum Refused {
     /// The charge with this number is reserved, and nobody knows whether the provider charged.
     Unclear(i64, Unclear),
     Failed(sqlx::Error),
+    /// What the provider said could not be noted.
+    Unnoted(CheckpointError),
+    NoSecret(NoDownstreamSecret),
 }
 
 impl From<sqlx::Error> for Refused {
     fn from(error: sqlx::Error) -> Self {
         Self::Failed(error)
+    }
+}
+
+impl From<CheckpointError> for Refused {
+    fn from(error: CheckpointError) -> Self {
+        Self::Unnoted(error)
+    }
+}
+
+impl From<NoDownstreamSecret> for Refused {
+    fn from(error: NoDownstreamSecret) -> Self {
+        Self::NoSecret(error)
     }
 }
 
@@ -55,12 +70,14 @@ impl IntoResponse for Refused {
                     json!({ "error": "send_it_again" }),
                 )
             }
+            // These say by themselves that the outcome is not known: the key is left to the resolver.
+            Self::Unnoted(error) => return error.into_response(),
+            Self::NoSecret(error) => return error.into_response(),
         };
         // This frees the key even where money may have moved, and so that the charge goes on: the state of
         // an action is in its row, not in this answer. A retry finds the row, asks the provider under the
         // same downstream key, and settles. Kept, as a 5xx is by default, the answer would be replayed to
-        // every retry and nobody would settle. Left to the recovery policy, it would use up one of three
-        // runs, and outages last longer than that.
+        // every retry and nobody would settle.
         //
         // It is said aloud for the other statuses too: after a run that was cut off, the layer takes a
         // handler's word for what is known, but not a rule by status.
