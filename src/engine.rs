@@ -108,11 +108,12 @@ impl<S: Inspect> Engine<S> {
     }
 }
 
-/// How often a checkpoint is sent again when the store was out of reach. Its token makes that harmless.
-const CHECKPOINT_RESENDS: u32 = 2;
+/// How often the store is asked again where it was out of reach.
+const RESENDS: u32 = 2;
 
-/// Asks the store, and again where it was out of reach.
-async fn persistently<T, F>(
+/// Asks the store, and again where its answer may have got lost. For what a token makes harmless to send
+/// again, and for reads.
+pub(crate) async fn persistently<T, F>(
     operation: Operation,
     mut ask: impl FnMut() -> F,
 ) -> Result<T, StoreError>
@@ -127,10 +128,12 @@ where
             Err(error) => error,
         };
         // What a handler asks too much of the store is no trouble of the store's.
-        if error.kind() != StoreErrorKind::Invalid {
+        let is_too_much =
+            matches!(operation, Operation::Save) && error.kind() == StoreErrorKind::Invalid;
+        if !is_too_much {
             observe::store_failed(operation, Some(&error));
         }
-        if error.kind() != StoreErrorKind::Unavailable || resends == CHECKPOINT_RESENDS {
+        if error.kind() != StoreErrorKind::Unavailable || resends == RESENDS {
             return Err(error);
         }
         resends += 1;

@@ -8,19 +8,15 @@ use http::Response;
 use crate::{
     Retain, Verdict,
     bounded::within,
-    engine::Engine,
+    engine::{self, Engine},
     execution::{self, Outcome, Watched, keep, watched},
     live,
-    maintenance::Pause,
     observe::{self, By, Concluded, Operation},
     options::Options,
     record::{Record, Token},
     recovery::{Abandoned, Resolves},
     store::{Checkpoints, Completion, Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
 };
-
-/// How often the store is asked again where its answer may have got lost.
-const RESENDS: u32 = 2;
 
 /// What became of an abandoned record that somebody tried to settle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -260,28 +256,14 @@ impl Options {
 pub(crate) async fn persistently<T, F>(
     options: &Options,
     operation: Operation,
-    mut ask: impl FnMut() -> F,
+    ask: impl FnMut() -> F,
 ) -> Result<T, StoreError>
 where
     F: Future<Output = Result<T, StoreError>>,
 {
-    let asked = within(options.store_timeout, async {
-        let mut pause = Pause::default();
-        let mut resends = RESENDS;
-        loop {
-            let error = match ask().await {
-                Ok(answer) => return Ok(answer),
-                Err(error) => error,
-            };
-            observe::store_failed(operation, Some(&error));
-            if error.kind() != StoreErrorKind::Unavailable || resends == 0 {
-                return Err(error);
-            }
-            resends -= 1;
-            pause.wait().await;
-        }
-    });
-    asked.await.unwrap_or_else(|| {
+    let asked = engine::persistently(operation, ask);
+    let answer = within(options.store_timeout, asked).await;
+    answer.unwrap_or_else(|| {
         observe::store_failed(operation, None);
         Err(unavailable("the store did not answer within store_timeout"))
     })

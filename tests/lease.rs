@@ -59,11 +59,6 @@ async fn silent(world: &World) -> TestStore {
     store
 }
 
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
-}
-
 /// The ticket that holds this key now.
 async fn ticket(store: &TestStore, key: &str) -> Ticket {
     let held = record(store, key).await.unwrap();

@@ -19,7 +19,7 @@ use support::{
     puppet::Puppet,
     *,
 };
-use tokio::{task::JoinHandle, time::sleep};
+use tokio::time::sleep;
 use tower::ServiceExt;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
@@ -44,11 +44,6 @@ const RECORDS: &str = "idempotency_records";
 
 fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
     IdempotencyLayer::new(store.clone()).single_tenant()
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
 }
 
 async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {

@@ -15,7 +15,6 @@ use axum::{
     http::{HeaderName, Request, Response},
 };
 use support::{puppet::Puppet, *};
-use tokio::task::JoinHandle;
 use tower::ServiceExt;
 use tower_http::{catch_panic::CatchPanicLayer, trace::TraceLayer};
 use tower_idempotency::{
@@ -206,11 +205,6 @@ fn named(id: &str, path: &str, key: Option<&str>, body: &'static str) -> Request
         .headers_mut()
         .insert("x-request-id", id.parse().unwrap());
     request
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
 }
 
 fn fields(expected: &[(&str, &str)]) -> Fields {

@@ -4,9 +4,8 @@ mod support;
 
 use std::time::Duration;
 
-use axum::{Router, body::Body, http::Request};
+use axum::{body::Body, http::Request};
 use support::{puppet::Puppet, *};
-use tokio::task::JoinHandle;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
     IdempotencyKey, IdempotencyLayer, RecordId, Scope, State,
@@ -36,11 +35,6 @@ fn from(tenant: &str, key: &str, body: &'static str) -> Request<Body> {
         .headers_mut()
         .insert("x-request-id", format!("{tenant}/{key}").parse().unwrap());
     request
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
 }
 
 async fn states(store: &TestStore) -> [u64; 4] {

@@ -10,17 +10,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use axum::{Router, body::Body, http::Request};
+use axum::{body::Body, http::Request};
 use support::{
     logs::{Logged, Logs},
     puppet::Puppet,
     wire::{Server, raw_post},
     *,
 };
-use tokio::{
-    task::JoinHandle,
-    time::{sleep, timeout},
-};
+use tokio::time::{sleep, timeout};
 use tower::{Layer, ServiceExt};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
@@ -42,11 +39,6 @@ fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
         .single_tenant()
         .lease(LEASE)
         .store_timeout(STORE_TIMEOUT)
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
 }
 
 async fn state(store: &TestStore, key: &str) -> Option<State> {

@@ -49,21 +49,6 @@ where
         .lease(LEASE)
 }
 
-async fn state(store: &TestStore, key: &str) -> Option<State> {
-    Some(record(store, key).await?.state)
-}
-
-async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
-    for _ in 0..2_000 {
-        if state(store, key).await == expected {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    let found = state(store, key).await;
-    panic!("{key} is {found:?} and never {expected:?}");
-}
-
 fn paid() -> Verdict {
     Verdict::answer((StatusCode::CREATED, "paid"))
 }

@@ -12,13 +12,12 @@ use std::{
 
 use axum::{
     Router,
-    body::Body,
-    http::{Request, StatusCode},
+    http::StatusCode,
     response::{IntoResponse, Response},
     routing::any,
 };
 use support::{puppet::Puppet, *};
-use tokio::{runtime::Runtime, task::JoinHandle, task::JoinSet, time::timeout};
+use tokio::{runtime::Runtime, task::JoinSet, time::timeout};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
     Abandoned, IdempotencyLayer, InFlight, MemoryStore, Recovery, Retain, Retention, State,
@@ -36,26 +35,6 @@ fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
     IdempotencyLayer::new(store.clone())
         .single_tenant()
         .store_timeout(Duration::from_millis(200))
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
-}
-
-async fn state(store: &TestStore, key: &str) -> Option<State> {
-    Some(record(store, key).await?.state)
-}
-
-async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
-    for _ in 0..2_000 {
-        if state(store, key).await == expected {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    let found = state(store, key).await;
-    panic!("{key} is {found:?} and never {expected:?}");
 }
 
 /// A handler whose first run panics, and whose later ones answer as told.

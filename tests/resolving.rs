@@ -13,11 +13,7 @@ mod verdicts;
 
 use std::time::Duration;
 
-use axum::{
-    Router,
-    body::Body,
-    http::{Request, StatusCode},
-};
+use axum::{Router, body::Body, http::StatusCode};
 use support::{provider::Provider, puppet::Puppet, *};
 use tokio::task::JoinHandle;
 use tower_http::catch_panic::CatchPanicLayer;
@@ -37,26 +33,6 @@ fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
         .single_tenant()
         .lease(LEASE)
         .store_timeout(Duration::from_secs(5))
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
-}
-
-async fn state(store: &TestStore, key: &str) -> Option<State> {
-    Some(record(store, key).await?.state)
-}
-
-async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
-    for _ in 0..2_000 {
-        if state(store, key).await == expected {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    let found = state(store, key).await;
-    panic!("{key} is {found:?} and never {expected:?}");
 }
 
 fn paid() -> Verdict {

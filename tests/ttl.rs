@@ -11,14 +11,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use axum::{Router, body::Body, http::Request};
+use axum::Router;
 use bytes::Bytes;
 use support::{puppet::Puppet, *};
-use tokio::{
-    sync::Barrier,
-    task::{JoinHandle, JoinSet},
-    time::sleep,
-};
+use tokio::{sync::Barrier, task::JoinSet, time::sleep};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
     AnyStore, Fingerprint, IdempotencyKey, IdempotencyLayer, MemoryStore, RecordId, Recovery,
@@ -61,11 +57,6 @@ fn layer(store: &TestStore) -> IdempotencyLayer<TestStore> {
     IdempotencyLayer::new(store.clone())
         .single_tenant()
         .lease(LEASE)
-}
-
-fn spawn(app: &Router, request: Request<Body>) -> JoinHandle<Answer> {
-    let app = app.clone();
-    tokio::spawn(async move { send(&app, request).await })
 }
 
 every_store! {

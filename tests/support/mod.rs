@@ -40,7 +40,7 @@ use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use tower_idempotency::{
     AnyStore, IdempotencyKey, IdempotencyLayer, IdempotentResponse, MemoryStore, Record, RecordId,
-    Scope, store::Inspect, testing::FaultyStore,
+    Scope, State as RecordState, store::Inspect, testing::FaultyStore,
 };
 
 use self::{clock::TestClock, database::Database};
@@ -349,6 +349,29 @@ pub fn request(method: &str, uri: &str, key: Option<&str>, body: impl Into<Body>
         request = request.header("idempotency-key", key);
     }
     request.body(body.into()).unwrap()
+}
+
+/// Sends it as a task of its own.
+pub fn spawn(app: &Router, request: Request<Body>) -> tokio::task::JoinHandle<Answer> {
+    let app = app.clone();
+    tokio::spawn(async move { send(&app, request).await })
+}
+
+/// The state that is stored for this key.
+pub async fn state(store: &TestStore, key: &str) -> Option<RecordState> {
+    Some(record(store, key).await?.state)
+}
+
+/// Waits until it is this.
+pub async fn comes_to(store: &TestStore, key: &str, expected: Option<RecordState>) {
+    for _ in 0..2_000 {
+        if state(store, key).await == expected {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let found = state(store, key).await;
+    panic!("{key} is {found:?} and never {expected:?}");
 }
 
 /// A response, read to its end.
