@@ -69,6 +69,8 @@ pub(crate) struct Attempt {
     gone: AtomicBool,
     /// The heartbeat was told that the claim is another's, or has heard nothing for a whole lease.
     lost: AtomicBool,
+    /// Its answer is known and is being recorded.
+    answered: AtomicBool,
     /// Locked while the store is asked, so that what is known is what was saved last.
     known: tokio::sync::Mutex<Known>,
     joined: Mutex<Joined>,
@@ -141,6 +143,7 @@ impl Attempt {
             must_finish: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             lost: AtomicBool::new(false),
+            answered: AtomicBool::new(false),
             known: tokio::sync::Mutex::const_new(Known::Untouched),
             joined: Mutex::default(),
         }
@@ -169,6 +172,14 @@ impl Attempt {
 
     pub(crate) fn set_lost(&self, lost: bool) {
         self.lost.store(lost, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_answered(&self) -> bool {
+        self.answered.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_answered(&self, answered: bool) {
+        self.answered.store(answered, Ordering::SeqCst);
     }
 
     /// Keeps the won ticket. A request wins at most one.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -11,7 +11,8 @@ use tokio::time::Instant;
 use crate::{
     bounded::FOREVER,
     maintenance::jittered,
-    record::{Fingerprint, RecordId},
+    record::{Fingerprint, RecordId, Token},
+    recovery::Resolves,
 };
 
 /// How many records are remembered. Those beyond it are asked about in every sweep.
@@ -42,17 +43,45 @@ impl Pauses {
 #[derive(Default)]
 pub(crate) struct BackOff(Mutex<Known>);
 
+/// What is asked about, and who is asked: what one resolver leaves, another one may know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Topic {
+    /// A digest of scope and key, which are not to be kept where they are not needed.
+    record: Fingerprint,
+    /// Where the resolver is in memory; zero, where nobody need be asked.
+    resolver: usize,
+}
+
+impl Topic {
+    /// `stored` is what the store calls the record.
+    pub(crate) fn new(stored: &RecordId, resolver: Option<&Arc<dyn Resolves>>) -> Self {
+        Self {
+            record: Fingerprint::of([stored.scope.as_bytes(), stored.key.as_bytes()]),
+            resolver: resolver.map_or(0, |resolver| Arc::as_ptr(resolver).addr()),
+        }
+    }
+}
+
+/// Why a record was left as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// Nobody knows yet.
+    Unknown,
+    /// Nobody could be asked, since what its runs saved cannot be read.
+    Unreadable,
+}
+
 #[derive(Default)]
 struct Known {
-    /// By a digest of scope and key, which are not to be kept where they are not needed.
-    left: HashMap<Fingerprint, Left>,
+    left: HashMap<Topic, Left>,
     tidied: Option<Instant>,
 }
 
 #[derive(Clone, Copy)]
 struct Left {
-    /// Another run is another question.
-    attempt: u32,
+    /// Another run is another question, and has another token.
+    token: Token,
+    why: Why,
     asked: Instant,
     /// How many sweeps have left it.
     times: u32,
@@ -63,65 +92,66 @@ struct Left {
 }
 
 impl BackOff {
-    /// What a record is known by here; `stored` is what the store calls it.
-    pub(crate) fn name(stored: &RecordId) -> Fingerprint {
-        Fingerprint::of([stored.scope.as_bytes(), stored.key.as_bytes()])
-    }
-
-    /// Whether a request may have the resolver asked about this run.
-    pub(crate) fn request_may_ask(&self, name: &Fingerprint, attempt: u32) -> bool {
-        self.find(name, attempt)
-            .is_none_or(|left| Instant::now() >= left.asked + REQUESTS_ASK)
+    /// Why a request may not have the resolver asked about this run just now, if so.
+    pub(crate) fn holds_request_off(&self, topic: &Topic, token: Token) -> Option<Why> {
+        let left = self.find(topic, token)?;
+        (Instant::now() < left.asked + REQUESTS_ASK).then_some(left.why)
     }
 
     /// Whether a sweep may.
-    pub(crate) fn is_due(&self, name: &Fingerprint, attempt: u32) -> bool {
-        self.find(name, attempt)
+    pub(crate) fn is_due(&self, topic: &Topic, token: Token) -> bool {
+        self.find(topic, token)
             .is_none_or(|left| Instant::now() >= left.due)
     }
 
     /// A request has it left as it is: sweeps need not wait for that.
-    pub(crate) fn left_by_request(&self, name: Fingerprint, attempt: u32) {
+    pub(crate) fn left_by_request(&self, topic: Topic, token: Token, why: Why) {
         let now = Instant::now();
         let asked = Left {
-            attempt,
+            token,
+            why,
             asked: now,
             times: 0,
             due: now,
             over: now + REQUESTS_ASK,
         };
-        let asked = match self.find(&name, attempt) {
-            Some(left) => Left { asked: now, ..left },
+        let asked = match self.find(&topic, token) {
+            Some(left) => Left {
+                asked: now,
+                why,
+                ..left
+            },
             None => asked,
         };
-        self.known().keep(name, asked, now);
+        self.known().keep(topic, asked, now);
     }
 
     /// A sweep has left it as it is, so the next ones wait, each time longer.
-    pub(crate) fn left_by_sweep(&self, name: Fingerprint, attempt: u32, pauses: Pauses) {
+    pub(crate) fn left_by_sweep(&self, topic: Topic, token: Token, why: Why, pauses: Pauses) {
         let now = Instant::now();
-        let before = self.find(&name, attempt).map_or(0, |left| left.times);
+        let before = self.find(&topic, token).map_or(0, |left| left.times);
         let times = before.saturating_add(1);
         let pause = pauses.after(times);
         let left = Left {
-            attempt,
+            token,
+            why,
             asked: now,
             times,
             due: now + pause,
             // Long enough that the next sweep knows how often it was.
             over: now + pause + pauses.longest.min(FOREVER),
         };
-        self.known().keep(name, left, now);
+        self.known().keep(topic, left, now);
     }
 
     /// It is settled.
-    pub(crate) fn settled(&self, name: &Fingerprint) {
-        self.known().left.remove(name);
+    pub(crate) fn settled(&self, topic: &Topic) {
+        self.known().left.remove(topic);
     }
 
-    fn find(&self, name: &Fingerprint, attempt: u32) -> Option<Left> {
-        let left = self.known().left.get(name).copied()?;
-        (left.attempt == attempt).then_some(left)
+    fn find(&self, topic: &Topic, token: Token) -> Option<Left> {
+        let left = self.known().left.get(topic).copied()?;
+        (left.token == token).then_some(left)
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -131,14 +161,14 @@ impl BackOff {
 }
 
 impl Known {
-    fn keep(&mut self, name: Fingerprint, left: Left, now: Instant) {
+    fn keep(&mut self, topic: Topic, left: Left, now: Instant) {
         let is_full = self.left.len() >= MAX_KNOWN;
         if is_full && self.tidied.is_none_or(|tidied| now >= tidied + TIDY) {
             self.left.retain(|_, left| left.over > now);
             self.tidied = Some(now);
         }
-        if self.left.len() < MAX_KNOWN || self.left.contains_key(&name) {
-            self.left.insert(name, left);
+        if self.left.len() < MAX_KNOWN || self.left.contains_key(&topic) {
+            self.left.insert(topic, left);
         }
     }
 }

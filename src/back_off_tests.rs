@@ -6,70 +6,109 @@ const PAUSES: Pauses = Pauses {
     longest: Duration::from_secs(60),
 };
 
-fn name(key: &str) -> Fingerprint {
-    BackOff::name(&RecordId::new(Scope::shared(), IdempotencyKey::new(key)))
+const RUN: Token = Token::from_bytes([1; 16]);
+
+fn topic(key: &str) -> Topic {
+    let stored = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
+    Topic::new(&stored, None)
+}
+
+fn left(back_off: &BackOff, topic: Topic) {
+    back_off.left_by_sweep(topic, RUN, Why::Unknown, PAUSES);
 }
 
 #[tokio::test(start_paused = true)]
 async fn sweeps_wait_twice_as_long_each_time_up_to_the_longest() {
     let back_off = BackOff::default();
-    let name = name("k");
+    let topic = topic("k");
     for pause in [10, 20, 40, 60, 60] {
-        assert!(back_off.is_due(&name, 1));
-        back_off.left_by_sweep(name, 1, PAUSES);
+        assert!(back_off.is_due(&topic, RUN));
+        left(&back_off, topic);
         // Jitter takes half of it at most.
         tokio::time::advance(Duration::from_millis(pause * 500 - 1)).await;
-        assert!(!back_off.is_due(&name, 1), "{pause}");
+        assert!(!back_off.is_due(&topic, RUN), "{pause}");
         tokio::time::advance(Duration::from_millis(pause * 500 + 1)).await;
     }
-    back_off.left_by_sweep(name, 1, PAUSES);
-    back_off.settled(&name);
-    assert!(back_off.is_due(&name, 1));
+    left(&back_off, topic);
+    back_off.settled(&topic);
+    assert!(back_off.is_due(&topic, RUN));
 }
 
 #[tokio::test(start_paused = true)]
 async fn requests_ask_once_a_second_and_hold_no_sweep_up() {
     let back_off = BackOff::default();
-    let name = name("k");
-    assert!(back_off.request_may_ask(&name, 1));
+    let topic = topic("k");
+    assert!(back_off.holds_request_off(&topic, RUN).is_none());
     for _ in 0..5 {
-        back_off.left_by_request(name, 1);
-        assert!(!back_off.request_may_ask(&name, 1));
-        assert!(back_off.is_due(&name, 1));
+        back_off.left_by_request(topic, RUN, Why::Unknown);
+        assert!(back_off.holds_request_off(&topic, RUN).is_some());
+        assert!(back_off.is_due(&topic, RUN));
         tokio::time::advance(Duration::from_secs(1)).await;
-        assert!(back_off.request_may_ask(&name, 1));
+        assert!(back_off.holds_request_off(&topic, RUN).is_none());
     }
     // The first pause of a sweep is the first, however often requests asked; and requests do not wait for it.
-    back_off.left_by_sweep(name, 1, PAUSES);
-    assert!(!back_off.request_may_ask(&name, 1));
+    left(&back_off, topic);
+    assert!(back_off.holds_request_off(&topic, RUN).is_some());
     tokio::time::advance(Duration::from_secs(1)).await;
-    assert!(back_off.request_may_ask(&name, 1) && !back_off.is_due(&name, 1));
-    back_off.left_by_request(name, 1);
-    assert!(!back_off.is_due(&name, 1));
+    assert!(back_off.holds_request_off(&topic, RUN).is_none() && !back_off.is_due(&topic, RUN));
+    back_off.left_by_request(topic, RUN, Why::Unknown);
+    assert!(!back_off.is_due(&topic, RUN));
     tokio::time::advance(Duration::from_secs(9)).await;
-    assert!(back_off.is_due(&name, 1));
+    assert!(back_off.is_due(&topic, RUN));
 }
 
 #[tokio::test(start_paused = true)]
 async fn another_run_of_the_key_is_asked_about_at_once() {
     let back_off = BackOff::default();
-    back_off.left_by_sweep(name("k"), 1, PAUSES);
-    assert!(back_off.is_due(&name("k"), 2) && back_off.request_may_ask(&name("k"), 2));
-    assert!(!back_off.is_due(&name("k"), 1) && back_off.is_due(&name("other"), 1));
+    let other = Token::from_bytes([2; 16]);
+    left(&back_off, topic("k"));
+    assert!(back_off.is_due(&topic("k"), other));
+    assert_eq!(back_off.holds_request_off(&topic("k"), other), None);
+    assert!(!back_off.is_due(&topic("k"), RUN) && back_off.is_due(&topic("other"), RUN));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_one_resolver_left_is_asked_of_another_at_once() {
+    let back_off = BackOff::default();
+    let stored = RecordId::new(Scope::shared(), IdempotencyKey::new("k"));
+    let resolvers: [Arc<dyn Resolves>; 2] = [
+        Arc::new(|_| async { crate::Verdict::Leave }),
+        Arc::new(|_| async { crate::Verdict::Leave }),
+    ];
+    let [payments, refunds] = resolvers
+        .each_ref()
+        .map(|resolver| Topic::new(&stored, Some(resolver)));
+    left(&back_off, payments);
+    assert!(!back_off.is_due(&payments, RUN) && back_off.is_due(&refunds, RUN));
+    // One has settled it: that says nothing about the pauses of the other.
+    back_off.settled(&refunds);
+    assert!(!back_off.is_due(&payments, RUN));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_could_not_be_read_is_told_from_what_is_not_known() {
+    let back_off = BackOff::default();
+    let topic = topic("k");
+    for why in [Why::Unreadable, Why::Unknown, Why::Unreadable] {
+        back_off.left_by_request(topic, RUN, why);
+        assert_eq!(back_off.holds_request_off(&topic, RUN), Some(why));
+    }
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert_eq!(back_off.holds_request_off(&topic, RUN), None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_is_remembered_is_bounded_and_what_is_over_makes_room() {
     let back_off = BackOff::default();
     for key in 0..MAX_KNOWN + 100 {
-        back_off.left_by_sweep(name(&key.to_string()), 1, PAUSES);
+        left(&back_off, topic(&key.to_string()));
     }
     assert_eq!(back_off.known().left.len(), MAX_KNOWN);
-    let beyond = name(&MAX_KNOWN.to_string());
-    assert!(back_off.is_due(&beyond, 1));
+    let beyond = topic(&MAX_KNOWN.to_string());
+    assert!(back_off.is_due(&beyond, RUN));
     tokio::time::advance(Duration::from_secs(71)).await;
-    back_off.left_by_sweep(beyond, 1, PAUSES);
-    assert!(!back_off.is_due(&beyond, 1));
+    left(&back_off, beyond);
+    assert!(!back_off.is_due(&beyond, RUN));
     assert_eq!(back_off.known().left.len(), 1);
 }
 
@@ -81,7 +120,7 @@ async fn the_longest_pause_there_is_does_not_overflow() {
         longest: Duration::MAX,
     };
     for _ in 0..40 {
-        back_off.left_by_sweep(name("k"), 1, pauses);
+        back_off.left_by_sweep(topic("k"), RUN, Why::Unknown, pauses);
     }
-    assert!(!back_off.is_due(&name("k"), 1));
+    assert!(!back_off.is_due(&topic("k"), RUN));
 }

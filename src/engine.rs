@@ -27,7 +27,7 @@ pub(crate) struct Engine<S> {
 
 impl<S: Store> Engine<S> {
     pub(crate) fn new(store: S, options: Arc<Options>, live: Arc<Live>) -> Self {
-        live.beat_for(options.lease);
+        live.keep_pace_with(&options);
         Self {
             store,
             options,
@@ -88,8 +88,8 @@ impl<S: Inspect> Engine<S> {
         {
             let (store, options) = (self.store.clone(), self.options.clone());
             let live = Arc::downgrade(&self.live);
-            let leases = self.live.leases();
-            runtime.spawn(maintenance::maintain(store, options, live, leases, mark));
+            let pace = self.live.pace();
+            runtime.spawn(maintenance::maintain(store, options, live, pace, mark));
         }
         // What was left behind when another runtime ended.
         self.settle_orphans();

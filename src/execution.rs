@@ -24,7 +24,7 @@ use crate::{
     extract::Idempotency,
     live::{Permit, Registered},
     maintenance::Pause,
-    observe::{self, CutOff, Decision, Operation, Timed, Timer},
+    observe::{self, CutOff, Decision, Observed, Operation, Timed, Timer},
     options::Options,
     retained,
     store::{Completion, Inspect, Settled, Store, StoreErrorKind, Ticket},
@@ -77,13 +77,14 @@ impl<I: Clone> Inner<I> {
         RB::Error: Into<axum::BoxError>,
     {
         debug_assert!(self.ready, "a service is called only once it is ready");
-        let timer = Timer::start();
+        // Stopped when it is dropped, since a handler that panics or is aborted took its time as well.
+        let timing = Timer::until_dropped(Timed::Handler);
         let running = {
             let request = Request::from_parts(*head, body.into_body());
             self.service.call(request)
         };
         let answer = running.await;
-        timer.stop(Timed::Handler);
+        drop(timing);
         Ok(answer?.map(Body::new))
     }
 
@@ -169,12 +170,27 @@ impl From<Undo> for Outcome {
 /// Dropped before that, because its runtime ends, it leaves the claim to the background.
 pub(crate) struct Hold<S: Store> {
     engine: Arc<Engine<S>>,
+    attempt: Arc<Attempt>,
     ticket: Ticket,
+    /// Which run this is. Its ticket says less where it does not count.
+    number: u32,
     /// What the record is to become, as far as that is known.
     pub(crate) outcome: Outcome,
     settled: bool,
     _permit: Permit,
     _registered: Registered,
+}
+
+impl<S: Store> Hold<S> {
+    /// Whether the run uses up one of the attempts of its key, should it leave no answer. It does from its
+    /// beginning until its handler has answered: what cuts one off may do so every time. The run that
+    /// goes on from checkpoints is never less than the second.
+    pub(crate) fn counts(&mut self, counts: bool) {
+        self.ticket.attempt = match counts {
+            true => self.number,
+            false => self.number.saturating_sub(1).max(1),
+        };
+    }
 }
 
 impl<S: Store> Drop for Hold<S> {
@@ -218,15 +234,18 @@ where
     permit.runs();
     let mut hold = Hold {
         engine: engine.clone(),
+        attempt: attempt.clone(),
         ticket: ticket.clone(),
+        number: ticket.attempt,
         outcome: undo.into(),
         settled: false,
         _permit: permit,
         _registered: engine.live.register(&attempt, ticket.token),
     };
-    if attempt.is_gone() && undo == Undo::Release {
-        // The caller left before its claim was won, so nothing is begun for it. (A rerun is begun
-        // all the same: given back, it would use an attempt up without having run.)
+    // Given back before it has begun, it does not count.
+    hold.counts(false);
+    if attempt.is_gone() {
+        // The caller left before its claim was won, so nothing is begun for it.
         settle(hold, undo.into()).await;
         return Ok(Response::new(Body::empty()));
     }
@@ -258,6 +277,7 @@ where
             };
         }
     }
+    hold.counts(true);
     transacted::withdraw(&mut head.extensions);
     head.extensions
         .insert(Idempotency::new(attempt.clone(), ticket.clone()));
@@ -276,27 +296,35 @@ where
     }
 
     hold.outcome = Outcome::Abandoned;
-    let answer = pin!(Some(answer(&engine, inner, head, body, undo)));
+    let answer = pin!(Some(answer(
+        &engine,
+        inner,
+        head,
+        body,
+        undo,
+        attempt.observed()
+    )));
     let ended = watched(answer, engine.live.aborted()).await;
     match ended {
         Watched::Done(Ok((parts, body, outcome))) => {
+            hold.counts(false);
             settle(hold, outcome).await;
             Ok(answered(&engine.options, &attempt, &ticket, parts, body))
         }
         Watched::Done(Err(error)) => {
             observe::decided(attempt.observed(), Decision::ran(&ticket));
-            observe::abandoned(CutOff::Failed);
+            observe::abandoned(CutOff::Failed, attempt.observed());
             settle(hold, Outcome::Abandoned).await;
             Err(error)
         }
         Watched::Panicked(panic) => {
             observe::decided(attempt.observed(), Decision::ran(&ticket));
-            observe::abandoned(CutOff::Panicked);
+            observe::abandoned(CutOff::Panicked, attempt.observed());
             settle(hold, Outcome::Abandoned).await;
             resume_unwind(panic)
         }
         Watched::Stopped(()) => {
-            observe::abandoned(CutOff::Drained);
+            observe::abandoned(CutOff::Drained, attempt.observed());
             settle(hold, Outcome::Abandoned).await;
             let rejection = Rejection::OutcomeUnknown {
                 original_request_id: None,
@@ -328,6 +356,7 @@ async fn answer<I, RB, S>(
     head: Box<request::Parts>,
     body: Buffered,
     undo: Undo,
+    observed: &Observed,
 ) -> Result<(Parts, Body, Outcome), I::Error>
 where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
@@ -351,7 +380,7 @@ where
         }
         Retain::Tombstone => Ok((parts, body, tombstone)),
         Retain::Abandon => {
-            observe::abandoned(CutOff::GaveUp);
+            observe::abandoned(CutOff::GaveUp, observed);
             Ok((parts, body, Outcome::Abandoned))
         }
     }
@@ -400,6 +429,10 @@ fn is_stream(parts: &Parts) -> bool {
 /// so that the caller gets its true answer. Then wakes whoever waits for this key. Answers what the
 /// store said, if it has said anything by then.
 pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Option<Settled> {
+    if let Outcome::Completed(_) = outcome {
+        hold.counts(true);
+        hold.attempt.set_answered(true);
+    }
     hold.outcome = outcome;
     let limit = hold.engine.options.store_timeout;
     let timer = Timer::start();
@@ -409,7 +442,7 @@ pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Opt
         recorded(hold);
         return settled;
     }
-    observe::recording_late(hold.outcome.operation());
+    observe::recording_late(hold.outcome.operation(), hold.attempt.observed());
     let late = async move {
         let engine = hold.engine.clone();
         let late = within(engine.options.max_run, record_at_last(&hold));
@@ -419,8 +452,9 @@ pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Opt
         ) {
             // One last try: an answer that is known is worth more than a claim given up.
             if within(limit, record(&hold)).await.is_none() {
-                observe::recording_failed(hold.outcome.operation());
+                observe::recording_failed(hold.outcome.operation(), hold.attempt.observed());
                 hold.outcome = Outcome::Abandoned;
+                hold.attempt.set_answered(false);
                 within(limit, record(&hold)).await;
             }
         }
@@ -446,7 +480,8 @@ async fn record_at_last<S: Store>(hold: &Hold<S>) {
 }
 
 async fn record<S: Store>(hold: &Hold<S>) -> Option<Settled> {
-    keep_recording(&hold.engine, &hold.ticket, hold.outcome.clone()).await
+    let observed = hold.attempt.observed();
+    keep_recording(&hold.engine, &hold.ticket, hold.outcome.clone(), observed).await
 }
 
 /// Sends the outcome to the store until it is settled, or hopeless.
@@ -454,14 +489,15 @@ pub(crate) async fn keep_recording<S: Store>(
     engine: &Engine<S>,
     ticket: &Ticket,
     mut outcome: Outcome,
+    observed: &Observed,
 ) -> Option<Settled> {
     let mut pause = Pause::default();
     loop {
-        let tried = try_to_record(&engine.store, &engine.options, ticket, &mut outcome);
-        match tried.await {
+        let (store, options) = (&engine.store, &engine.options);
+        match try_to_record(store, options, ticket, &mut outcome, observed).await {
             Tried::Settled(settled) => return Some(settled),
             Tried::Hopeless => {
-                observe::recording_failed(outcome.operation());
+                observe::recording_failed(outcome.operation(), observed);
                 return None;
             }
             Tried::Failed => pause.wait().await,
@@ -496,6 +532,7 @@ pub(crate) async fn try_to_record<S: Store>(
     options: &Options,
     ticket: &Ticket,
     outcome: &mut Outcome,
+    observed: &Observed,
 ) -> Tried {
     let lifetimes = options.lifetimes();
     let mut unanswered = Unanswered(Some(outcome.operation()));
@@ -508,7 +545,7 @@ pub(crate) async fn try_to_record<S: Store>(
     let error = match settled {
         Ok(settled) => {
             if settled == Settled::Lost && matches!(outcome, Outcome::Completed(_)) {
-                observe::ownership_lost(outcome.operation(), ticket);
+                observe::ownership_lost(outcome.operation(), ticket, observed);
             }
             if settled == Settled::Done
                 && matches!(outcome, Outcome::Released)

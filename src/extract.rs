@@ -61,7 +61,12 @@ impl Idempotency {
         &self.ticket.id.scope
     }
 
-    /// Which run this is: 1 for the first, more after an abandoned one was taken over.
+    /// Which run this is: 1 for the first, which has no checkpoints; more where an earlier one was cut off, or
+    /// released with checkpoints.
+    ///
+    /// Runs that were cut off are counted. One that has answered and is followed by another all the same, or
+    /// that never began, leaves its number to the next: runs that fail and are released are 1, 2, 2, 2. See
+    /// [`Recovery::Rerun`](crate::Recovery::Rerun).
     pub fn attempt(&self) -> u32 {
         self.ticket.attempt
     }
@@ -121,7 +126,7 @@ impl Idempotency {
     /// most 32 names. They live as long as their record: gone once it has expired or was forgotten, or
     /// released without any; in a completed one nobody reads them any more. A record that was released with
     /// checkpoints keeps them for a [`ttl`](crate::IdempotencyLayer::ttl), refuses another body as ever, and
-    /// counts its next run as one more [`attempt`](Self::attempt).
+    /// its next run is [`attempt`](Self::attempt) 2 or more.
     ///
     /// ```
     /// use axum::{Router, body::Body, http::{Request, StatusCode}, routing::post};
@@ -316,6 +321,12 @@ impl Idempotency {
     ///   retry, wrong for a client that uses keys twice. A provider that keeps its keys for a shorter time than
     ///   [`ttl`](crate::IdempotencyLayer::ttl) has forgotten it by the time of a late rerun, and charges again:
     ///   look the charge up then, before it is asked for.
+    /// - **It knows nothing of the body.** A key that was freed may come again with another order in its body (a
+    ///   corrected amount after a 422, say), which then asks under the same downstream key: a provider that has
+    ///   taken the first order after all answers with that one's charge, or refuses. Where a request may have
+    ///   reached the provider before its key is freed, keep the order in a row of your own or in a
+    ///   [`checkpoint`](Self::checkpoint) before the call, and refuse another one; or put a digest of the order
+    ///   into the name of the step, where a second charge for another order is right.
     ///
     /// ```
     /// use axum::http::Request;

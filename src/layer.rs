@@ -71,7 +71,8 @@ pub struct IdempotencyLayer<S> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Drained {
-    /// Runs that were told to stop because the time was over. Their claims are abandoned.
+    /// Runs that were told to stop because the time was over. Their claims are abandoned. Also counted are those
+    /// that had ended by then and whose outcome was still being recorded: they get one more try.
     pub aborted: usize,
     /// Runs that could not be stopped, because nobody polls them. Their claims lapse with the
     /// lease.
@@ -152,8 +153,11 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// assert_eq!(response.status(), StatusCode::CONFLICT);
     /// ```
     pub fn refusal(&self, head: &Parts, rejection: &Rejection) -> Response<Body> {
-        let observed = Observed::new(&self.options, &head.headers, None);
-        self.options.refuse(Some(head), rejection, &observed)
+        let options = &self.options;
+        let key = options.key_format.read(&head.headers, &options.header_name);
+        let key = key.and_then(Result::ok);
+        let observed = Observed::new(options, &head.headers, key.as_ref());
+        options.refuse(Some(head), rejection, &observed)
     }
 
     /// Sets a whole set of options at once, to behave like a system that is known; see [`Profile`] for what
@@ -551,13 +555,24 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// Asked what became of a run that was cut off, by a request that meets its record, and by the
     /// [`reconciler`](Self::reconciler). What it leaves falls to [`recovery`](Self::recovery). Default: none.
     ///
-    /// Each time the record is taken over under a fresh token first, so its late owner can change nothing any
-    /// more, and other requests with its key meet a run in flight. The request that asks waits for the verdict,
+    /// Each time the record is taken over under a fresh token first, so its late owner changes nothing
+    /// meanwhile, nor after it was settled, and other requests with its key meet a run in flight. The request that asks waits for the verdict,
     /// and goes on asking when its client leaves; then it replays the answer, runs, or is told what `recovery`
-    /// says. All requests of a process ask about one record once a second at most.
+    /// says. All requests of a process ask about one record once a second at most; of that, 10 000 records that
+    /// were left are remembered.
+    ///
+    /// A request that asks holds no place of a run ([`max_running`](Self::max_running)) and nothing of the inner
+    /// service. 64 of a process may ask at once; those beyond are refused with 503 `idempotency_overloaded`. One
+    /// that is to run afterwards takes a place then, and is refused like that where there is none, or where a
+    /// [`drain`](Self::drain) has begun: the key is left as it was, or free. Under
+    /// [`InFlight::Wait`](crate::InFlight::Wait) the time spent asking comes on top of the wait.
+    ///
+    /// After [`Verdict::Leave`](crate::Verdict::Leave), and when the resolver takes too long, panics or breaks
+    /// off, the record goes back to its own run, whose late answer still counts.
     ///
     /// Records of [`transactional`](Self::transactional) runs are never asked about: what was not committed
-    /// did not happen. Nor are those of runs that go on in this process, before their `max_run` is over.
+    /// did not happen. Nor are those of runs that go on in this process before their `max_run` is over, or whose
+    /// answer is being recorded.
     ///
     /// ```
     /// # use axum::http::StatusCode;
@@ -613,6 +628,11 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// The secret that [`Idempotency::downstream_key`](crate::Idempotency::downstream_key) makes keys with.
     /// Default: none. Every instance of a service must have the same, and keep it: with another one a retry
     /// asks the provider under another key.
+    ///
+    /// Set it in every instance before, or with, the first deploy whose handlers use such keys. An instance
+    /// without one cannot make any: its handlers get [`NoDownstreamSecret`](crate::NoDownstreamSecret), which as
+    /// a response leaves the key abandoned, although nothing happened. What was left like that needs a resolver
+    /// or an operator, also once there is a secret. So check at start-up that it is there.
     ///
     /// ```
     /// # use tower_idempotency::{IdempotencyLayer, MemoryStore};
@@ -672,9 +692,10 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// How often the records of the store are counted for the gauge `idempotency_records`. Default 60 s.
     ///
     /// In SQL a count reads the whole table. So after one there is none for nine times as long as it took,
-    /// whatever is set here, and none at all before the first keyed request or without a recorder (a type
-    /// without a size is taken for none here). `Duration::MAX`: never. Clones of a layer count once between them; of several layers on one
-    /// store, and of several instances of a service, it is enough when one counts.
+    /// whatever is set here, and none at all before the first keyed request or running reconciler, or without a
+    /// recorder (a type without a size is taken for none here). `Duration::MAX`: never. Clones of a layer count once between
+    /// them, as often as the shortest of their intervals says; of several layers on one store, and of several
+    /// instances of a service, it is enough when one counts.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -891,6 +912,9 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
 
     /// The header with the request's id, kept with the claim and named to those who reuse its key.
     /// Default `X-Request-Id`; ids of more than 128 bytes are not kept.
+    ///
+    /// An id that is the key itself, decoded or as it was sent, is not kept either, nor is any where both come
+    /// from one header: the store may know the key by a hash only.
     ///
     /// ```
     /// # use axum::http;

@@ -105,38 +105,46 @@
 //!
 //! # Events
 //!
-//! All have the target `tower_idempotency::observe`; none shows a key, scope, header value (the request's id
-//! aside) or body.
+//! None shows a key, scope, header value (the request's id aside) or body. The target is
+//! `tower_idempotency::observe`, but for the last four, which the stores say of their databases, with the
+//! targets in the table.
 //!
 //! | message | level | fields |
 //! | --- | --- | --- |
 //! | idempotency decision | debug; warn for `store_unavailable`, `overloaded`, `outcome_unknown`, `unprotected`; error for `idempotency_transaction_misused` | `status` (an [`IdempotencyStatus`]), `code` of a refusal, `request_id`, `original_request_id` of the first request with the same key, `attempt` of a run |
 //! | request without an idempotency key passed | info | `problem` (`missing` or `invalid`), the `code` it would have got, `request_id`, `method`, `route` (axum's `MatchedPath`); see [`MissingKey::Observe`] |
-//! | idempotency store failed | warn | `operation`, `kind`, `error`, `source` |
+//! | idempotency store failed | warn | `operation`, `kind` (a [`StoreErrorKind`](store::StoreErrorKind) as `Debug` has it, `Unavailable`; the metric's label is `unavailable`), `error`, `source` |
 //! | idempotency store did not answer in time | warn | `operation` |
-//! | idempotency claim lost | warn | `operation`, `attempt` |
-//! | idempotent run abandoned | error | `why` |
-//! | idempotent run (not) resolved | info; warn or debug where it was not | `by`, `verdict`, `attempt` |
-//! | idempotency record not written | error | `operation` |
+//! | idempotency claim lost | warn | `operation`, `request_id`, `attempt` |
+//! | idempotent run abandoned | error | `why`, `request_id` |
+//! | idempotent run (not) resolved | info; warn or debug where it was not | `by`, `verdict`, `attempt`, `request_id` of the first request with the key |
+//! | idempotency record not written | error | `operation`, `request_id`, except where a claim was left behind |
+//! | an abandoned record cannot be read | warn | `operation`, `error` |
 //! | retained response cannot be read | error | `error` |
 //! | idempotent transaction not committed (in time) | warn | `code`, a SQLSTATE |
 //! | idempotent run begun again after a conflict | debug | `rerun` |
 //! | statement of a handler failed | error; warn for what passes, debug for a conflict | `code`, a SQLSTATE |
 //! | handler stopped: it held its transaction longer than max_hold | warn | – |
 //! | IdempotencyLayer has no scope | warn, once | – |
+//! | Postgres is given up for now | warn; target `tower_idempotency::store::postgres::session` | `kind` |
+//! | Postgres is back | info; the same target | – |
+//! | synchronous_commit is off | warn, when the store is opened; target `tower_idempotency::store::postgres::schema` | – |
+//! | the SQLite connection was given up | warn; target `tower_idempotency::store::sqlite::writer` | `kind` |
 //!
 //! A request that is decided has one such event. A run that panics, or whose service fails, is decided too: it
-//! was `executed`, or `took_over`.
+//! was `executed`, or `took_over`. Without a decision are only requests whose inner service fails before it is
+//! called: in `poll_ready`, which is asked again for a request that has waited for another's run.
 //!
 //! A request id is what [`request_id_header`](IdempotencyLayer::request_id_header) says. It is left out where it
-//! is the key, or shows a key of eight bytes or more, and always where both come from one header.
+//! is the key, decoded or as it was sent, or shows a key of eight bytes or more, and always where both come from
+//! one header.
 //!
 //! # Spans
 //!
 //! A request with a usable key is handled, its handler included, in a span `idempotency` of level info with the
 //! target `tower_idempotency`, also where it goes on without its client. Its fields are `request_id` and, once
 //! that is decided, `idempotency.status`, `idempotency.original_request_id` and `idempotency.attempt`: the span
-//! of a replay names the request that ran.
+//! of a replay names the first request with its key, also where a later one ran after that was cut off.
 //!
 //! Where that span is filtered out, and for requests without a usable key, these three are recorded on the
 //! span around the layer, if it has them:
@@ -167,24 +175,24 @@
 //!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
-//! | `idempotency_requests_total` | counter | `status`, an [`IdempotencyStatus`] | decisions. `executed`, `took_over` and `unprotected` together are the calls of handlers, but for two sorts of run: one that [`drain`](IdempotencyLayer::drain) stopped is `outcome_unknown`, and one whose transaction was rolled back counts as what its client got |
+//! | `idempotency_requests_total` | counter | `status`, an [`IdempotencyStatus`] | decisions. `executed`, `took_over` and `unprotected` together are the calls of handlers, but for two sorts of run: one that [`drain`](IdempotencyLayer::drain) stopped is `outcome_unknown`, and one whose transaction was given up counts as what its client got |
 //! | `idempotency_unkeyed_total` | counter | `problem`: `missing`, `invalid` | requests that passed by [`MissingKey::Observe`] |
 //! | `idempotency_store_errors_total` | counter | `operation`; `kind`: a [`StoreErrorKind`](store::StoreErrorKind) or `timeout` | operations of the store that failed or were given up, each once, tries that are made again included |
 //! | `idempotency_resolved_total` | counter | `verdict`, `by` | records that were to be resolved |
-//! | `idempotency_abandoned_total` | counter | `why`: `panicked`, `failed`, `drained`, `gave_up` | runs of this process that were cut off |
+//! | `idempotency_abandoned_total` | counter | `why`: `panicked`, `failed`, `drained`, `gave_up` | runs of this process that were cut off, or that gave their outcome up: their claim was lost, or they answered with [`Retain::Abandon`] |
 //! | `idempotency_records_late_total` | counter | – | outcomes not recorded within `store_timeout`; recording goes on |
 //! | `idempotency_records_failed_total` | counter | – | outcomes given up without a record |
 //! | `idempotency_claim_seconds` | histogram | – | a claim, tries that are made again included |
 //! | `idempotency_complete_seconds` | histogram | – | completing, releasing or abandoning, `store_timeout` at most; a commit in transactional mode |
-//! | `idempotency_handler_seconds` | histogram | – | the inner service, to the head of its answer |
+//! | `idempotency_handler_seconds` | histogram | – | the inner service, to the head of its answer, or until it panicked or was aborted. One that hangs is not there yet |
 //! | `idempotency_batch_size` | histogram | `store`: `sqlite`, `postgres` | operations that shared a transaction or a statement |
 //! | `idempotency_running` | gauge | – | runs, until their outcome is recorded |
 //! | `idempotency_waiting` | gauge | – | requests that wait for another one's run |
-//! | `idempotency_heartbeat_age_seconds` | gauge | – | how long ago the claims were last known to be renewed, or there were none |
+//! | `idempotency_heartbeat_age_seconds` | gauge | – | how long ago the claims were last known to be renewed, or there were none; or the longest time between two such moments of the last lease or two, if that is longer: threads that were blocked show once they go on. Normally a third of the lease at most |
 //! | `idempotency_records` | gauge | `state`: `running`, `completed`, `abandoned`, `released` | records of the store; those that live are their sum |
 //!
-//! Gauges begin with the first keyed request. The first three are looked at every second, and are the sum over
-//! all layers of the process (of the ages, the greatest). Records are counted as
+//! Gauges begin with the first keyed request, or a running [`Reconciler`]. The first three are looked at every
+//! second, and are the sum over all layers of the process (of the ages, the greatest). Records are counted as
 //! `IdempotencyLayer::count_records_every` says; layers on one store show the same, and where a service has
 //! several stores, all layers but those of one should have `Duration::MAX` there.
 //!
@@ -226,6 +234,7 @@ mod observe;
 #[doc = include_str!("operations.md")]
 pub mod operations {}
 mod options;
+mod pace;
 mod profile;
 #[doc = include_str!("profiles.md")]
 pub mod profiles {}
@@ -261,7 +270,7 @@ pub mod transactions {}
 mod waiting;
 
 pub use checkpoint::CheckpointError;
-pub use downstream::{DownstreamKey, NoDownstreamSecret};
+pub use downstream::{DownstreamKey, InvalidDownstreamKey, NoDownstreamSecret};
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
 #[cfg(feature = "multipart")]
 pub use fingerprint::MultipartParts;

@@ -11,24 +11,23 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 #[cfg(feature = "metrics")]
 use tokio::time::Instant;
 
+#[cfg(feature = "metrics")]
+use crate::pace::Beats;
 use crate::{
-    attempt::Attempt,
-    back_off::BackOff,
-    bounded::{FOREVER, within},
-    execution::Outcome,
-    options::Options,
-    record::Token,
-    store::Ticket,
-    waiting::Waiting,
+    attempt::Attempt, back_off::BackOff, bounded::within, execution::Outcome, options::Options,
+    pace::Pace, record::Token, store::Ticket, waiting::Waiting,
 };
 
 /// The most claims left behind that wait to be settled at once. Those beyond it stay in flight
 /// until their `max_run`.
 const MAX_ORPHANS: usize = 100_000;
+
+/// How many requests may ask a resolver at once.
+const MAX_INQUIRIES: usize = 64;
 
 /// How many requests more than there are places may wait for one.
 const MAX_HOPING: usize = 4_096;
@@ -49,18 +48,19 @@ pub(crate) struct Live {
     pub(crate) waiting: Waiting,
     /// Records that are held in order to find out what their runs did.
     resolving: AtomicUsize,
+    /// The places of requests that ask.
+    inquiries: Arc<Semaphore>,
     pub(crate) back_off: BackOff,
     orphans: Mutex<VecDeque<Orphan>>,
     /// Orphans not settled yet, the one at hand included.
     orphaned: AtomicUsize,
     pub(crate) settling: Arc<AtomicBool>,
     pub(crate) maintained: Arc<AtomicBool>,
-    /// When the claims of this process were last known to be renewed.
     #[cfg(feature = "metrics")]
-    beaten: Mutex<Option<Instant>>,
-    /// The shortest and the longest lease of the layers that share this. The background task
-    /// watches it, and ends when the last handle is gone.
-    leases: watch::Sender<(Duration, Duration)>,
+    beats: Mutex<Beats>,
+    /// What the layers that share this want. The background task watches it, and ends when the last handle is
+    /// gone.
+    pace: watch::Sender<Pace>,
     pub(crate) warned_of_scope: AtomicBool,
 }
 
@@ -114,14 +114,15 @@ impl Live {
             attempts: Mutex::default(),
             waiting: Waiting::default(),
             resolving: AtomicUsize::new(0),
+            inquiries: Arc::new(Semaphore::new(MAX_INQUIRIES)),
             back_off: BackOff::default(),
             orphans: Mutex::default(),
             orphaned: AtomicUsize::new(0),
             settling: Arc::default(),
             maintained: Arc::default(),
             #[cfg(feature = "metrics")]
-            beaten: Mutex::default(),
-            leases: watch::channel((Duration::MAX, Duration::ZERO)).0,
+            beats: Mutex::default(),
+            pace: watch::channel(Pace::default()).0,
             warned_of_scope: AtomicBool::new(false),
         }
     }
@@ -184,8 +185,12 @@ impl Live {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            let resolving = self.resolving.load(Ordering::SeqCst);
-            if self.running() == 0 && resolving == 0 && !self.has_orphans() {
+            // In this order: a request that asks is counted before it gives its place back, and what is
+            // left behind before that which left it.
+            let is_idle = self.running() == 0
+                && self.resolving.load(Ordering::SeqCst) == 0
+                && !self.has_orphans();
+            if is_idle {
                 return;
             }
             idle.await;
@@ -237,6 +242,15 @@ impl Live {
         Resolves(self.clone())
     }
 
+    /// The same for a request that asks, which holds no place meanwhile. `None`: enough of them do.
+    pub(crate) fn inquires(self: &Arc<Self>) -> Option<Inquires> {
+        let place = self.inquiries.clone().try_acquire_owned().ok()?;
+        Some(Inquires {
+            _place: place,
+            _counted: self.resolves(),
+        })
+    }
+
     /// Puts a won claim under the heartbeat until the guard is dropped.
     pub(crate) fn register(self: &Arc<Self>, attempt: &Arc<Attempt>, token: Token) -> Registered {
         lock(&self.attempts).insert(token, attempt.clone());
@@ -254,9 +268,9 @@ impl Live {
             .collect()
     }
 
-    /// The claim with this token, if its run is going on here.
-    pub(crate) fn running_here(&self, token: &Token) -> Option<Ticket> {
-        lock(&self.attempts).get(token)?.ticket().cloned()
+    /// The run under this token, if it is going on here.
+    pub(crate) fn running_here(&self, token: &Token) -> Option<Arc<Attempt>> {
+        lock(&self.attempts).get(token).cloned()
     }
 
     /// Runs, and outcomes still to be recorded.
@@ -268,26 +282,44 @@ impl Live {
     /// The claims are renewed from `at`, or there were none to be renewed.
     #[cfg(feature = "metrics")]
     pub(crate) fn beaten(&self, at: Instant) {
-        *lock(&self.beaten) = Some(at);
+        lock(&self.beats).beaten(at);
     }
 
-    /// How long ago that was.
+    /// Shows what goes on where nobody looks any more, since the runtime has ended that did.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn show_at_the_end(&self) {
+        if !self.maintained.load(Ordering::Relaxed) {
+            crate::observe::gauges::sample();
+        }
+    }
+
+    /// The background work has ended.
+    #[cfg(feature = "metrics")]
+    pub(crate) fn beats_no_more(&self) {
+        *lock(&self.beats) = Beats::default();
+    }
+
+    /// How long ago that was, or how long it took to come to that if it was longer and not long ago.
     #[cfg(feature = "metrics")]
     pub(crate) fn heartbeat_age(&self) -> Duration {
-        lock(&self.beaten).map_or(Duration::ZERO, |at| at.elapsed())
+        let spell = self
+            .pace
+            .borrow()
+            .shortest_lease
+            .min(crate::bounded::FOREVER);
+        lock(&self.beats).age(Instant::now(), spell)
     }
 
-    pub(crate) fn leases(&self) -> watch::Receiver<(Duration, Duration)> {
-        self.leases.subscribe()
+    pub(crate) fn pace(&self) -> watch::Receiver<Pace> {
+        self.pace.subscribe()
     }
 
-    /// Takes a layer's lease into account.
-    pub(crate) fn beat_for(&self, lease: Duration) {
-        let lease = lease.min(FOREVER);
-        self.leases.send_if_modified(|(shortest, longest)| {
-            let before = (*shortest, *longest);
-            (*shortest, *longest) = (lease.min(*shortest), lease.max(*longest));
-            before != (*shortest, *longest)
+    /// Takes what a layer wants into account.
+    pub(crate) fn keep_pace_with(&self, options: &Options) {
+        self.pace.send_if_modified(|pace| {
+            let before = *pace;
+            pace.keep_up_with(options);
+            before != *pace
         });
     }
 
@@ -354,6 +386,8 @@ impl Drop for Permit {
         }
         let (left, hoping) = (places.claiming + places.running, places.hoping);
         drop(places);
+        #[cfg(feature = "metrics")]
+        self.live.show_at_the_end();
         if hoping > 0 {
             self.live.freed.notify_one();
         }
@@ -393,6 +427,12 @@ impl Drop for Resolves {
             self.0.idle.notify_waiters();
         }
     }
+}
+
+/// A request that asks.
+pub(crate) struct Inquires {
+    _place: OwnedSemaphorePermit,
+    _counted: Resolves,
 }
 
 /// A claim under the heartbeat.

@@ -16,10 +16,11 @@ use crate::{
     bounded::{FOREVER, First, first, within},
     execution::{Tried, try_to_record},
     live::{Live, Orphan},
-    observe::{self, Operation},
+    observe::{self, Observed, Operation},
     options::Options,
+    pace::Pace,
     record::Token,
-    store::{Inspect, Settled, Store},
+    store::{Inspect, Settled, Store, StoreError, StoreErrorKind},
 };
 
 /// How many records one purge removes at most, so that claims never wait long behind it.
@@ -51,21 +52,41 @@ pub(crate) async fn maintain<S: Inspect>(
     store: S,
     options: Arc<Options>,
     live: Weak<Live>,
-    leases: watch::Receiver<(Duration, Duration)>,
-    _mark: Mark,
+    pace: watch::Receiver<Pace>,
+    mark: Mark,
 ) {
+    #[cfg(feature = "metrics")]
+    let _ending = Ending(live.clone());
+    // Dropped before that: what ends later then shows it by itself.
+    let _mark = mark;
     #[cfg(feature = "metrics")]
     let shown = first(
         observe::gauges::show(live.clone()),
-        count_records(&store, &options),
+        count_records(&store, pace.clone()),
     );
     #[cfg(not(feature = "metrics"))]
     let shown = std::future::pending::<()>();
-    let beats = heartbeats(&store, &options, live, leases);
-    first(beats, first(purges(&store, &options), shown)).await;
-    // Without this layer.
-    #[cfg(feature = "metrics")]
-    observe::gauges::sample();
+    let beats = heartbeats(&store, &options, live, pace.clone());
+    first(beats, first(purges(&store, &options, pace), shown)).await;
+}
+
+/// Shows what goes on once more when the background work ends, also with its runtime.
+#[cfg(feature = "metrics")]
+struct Ending(Weak<Live>);
+
+#[cfg(feature = "metrics")]
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if let Some(live) = self.0.upgrade() {
+            live.beats_no_more();
+        }
+        observe::gauges::sample();
+    }
+}
+
+/// What was asked of a store failed because it is closed: nothing is wrong, and nothing is left to be done.
+fn is_closed<T>(answer: &Option<Result<T, StoreError>>) -> bool {
+    matches!(answer, Some(Err(error)) if error.kind() == StoreErrorKind::Closed)
 }
 
 /// How long a count may take. Not `store_timeout`: what is given up then would be begun again, and never end.
@@ -77,18 +98,20 @@ const COUNTING: Duration = Duration::from_secs(60);
 const RESTS: u32 = 9;
 
 /// Shows what the store holds. It reads the whole table for that, so it does so rarely, and only where
-/// somebody looks.
+/// somebody looks. Goes on until it is dropped.
 #[cfg(feature = "metrics")]
-async fn count_records<S: Inspect>(store: &S, options: &Options) {
-    observe::metrics::describe();
-    if options.count_records_every == Duration::MAX {
-        return std::future::pending().await;
-    }
+async fn count_records<S: Inspect>(store: &S, mut pace: watch::Receiver<Pace>) {
     loop {
+        let every = pace.borrow_and_update().count;
+        if every == Duration::MAX {
+            changed(&mut pace).await;
+            continue;
+        }
         let begun = Instant::now();
         if observe::metrics::is_collected() {
             match within(COUNTING, store.counts()).await {
                 Some(Ok(counts)) => observe::metrics::records(counts),
+                failed if is_closed(&failed) => return std::future::pending().await,
                 failed => {
                     let error = failed.and_then(Result::err);
                     observe::store_failed(Operation::Counts, error.as_ref());
@@ -96,8 +119,20 @@ async fn count_records<S: Inspect>(store: &S, options: &Options) {
             }
         }
         let rest = begun.elapsed().saturating_mul(RESTS);
-        let pause = jittered(options.count_records_every.min(FOREVER));
-        tokio::time::sleep(pause.max(rest)).await;
+        let pause = jittered(every.min(FOREVER));
+        tokio::time::sleep(rest).await;
+        first(
+            tokio::time::sleep(pause.saturating_sub(rest)),
+            changed(&mut pace),
+        )
+        .await;
+    }
+}
+
+/// Ends when another pace is wanted, which never happens once the last handle of the layer is gone.
+async fn changed(pace: &mut watch::Receiver<Pace>) {
+    if pace.changed().await.is_err() {
+        std::future::pending().await
     }
 }
 
@@ -105,11 +140,15 @@ async fn heartbeats<S: Store>(
     store: &S,
     options: &Options,
     live: Weak<Live>,
-    mut leases: watch::Receiver<(Duration, Duration)>,
+    mut pace: watch::Receiver<Pace>,
 ) {
     let mut heartbeat = Heartbeat::new();
     loop {
-        let (shortest, longest) = *leases.borrow_and_update();
+        let Pace {
+            shortest_lease: shortest,
+            longest_lease: longest,
+            ..
+        } = *pace.borrow_and_update();
         let renewed = {
             let Some(live) = live.upgrade() else { return };
             // Half a lease: a slow store is waited for, and one answer that never comes leaves
@@ -124,27 +163,35 @@ async fn heartbeats<S: Store>(
             Beat::Unanswered => SHORTEST_PAUSE,
         };
         let pause = tokio::time::sleep(pause.max(SHORTEST_PAUSE));
-        if let First::Right(Err(_)) = first(pause, leases.changed()).await {
+        if let First::Right(Err(_)) = first(pause, pace.changed()).await {
             return;
         }
     }
 }
 
-async fn purges<S: Store>(store: &S, options: &Options) {
-    let mut wait = options.purge_interval();
+/// Goes on until it is dropped.
+async fn purges<S: Store>(store: &S, options: &Options, mut pace: watch::Receiver<Pace>) {
+    let mut more = false;
     let mut failures = 0_u32;
     loop {
-        tokio::time::sleep(jittered(wait)).await;
-        wait = match within(options.store_timeout, store.purge(PURGE_BATCH)).await {
-            Some(Ok(count)) if count >= PURGE_BATCH => Duration::from_millis(5),
-            Some(Ok(_)) => {
-                failures = 0;
-                options.purge_interval()
-            }
+        let wait = match more {
+            true => Duration::from_millis(5),
+            false => pace.borrow_and_update().purge * 2_u32.pow(failures),
+        };
+        let pause = tokio::time::sleep(jittered(wait));
+        if let First::Right(()) = first(pause, changed(&mut pace)).await {
+            continue;
+        }
+        let purged = within(options.store_timeout, store.purge(PURGE_BATCH)).await;
+        if is_closed(&purged) {
+            return std::future::pending().await;
+        }
+        (more, failures) = match purged {
+            Some(Ok(count)) if count >= PURGE_BATCH => (true, failures),
+            Some(Ok(_)) => (false, 0),
             failed => {
                 observe::store_failed(Operation::Purge, failed.and_then(Result::err).as_ref());
-                failures = (failures + 1).min(5);
-                options.purge_interval() * 2_u32.pow(failures)
+                (false, (failures + 1).min(5))
             }
         };
     }
@@ -251,19 +298,22 @@ async fn settle_queued<S: Store>(store: &S, live: &Arc<Live>, ends: &mut Option<
             ends.get_or_insert_with(|| Instant::now() + limit);
         }
         let over = ends.map(|ends| ends.saturating_duration_since(Instant::now()));
-        let tried = try_to_record(store, &orphan.options, &orphan.ticket, &mut orphan.outcome);
+        // Whose request it was is forgotten by now.
+        let observed = Observed::default();
+        let (ticket, outcome) = (&orphan.ticket, &mut orphan.outcome);
+        let tried = try_to_record(store, &orphan.options, ticket, outcome, &observed);
         match within(over.unwrap_or(limit), tried).await {
             Some(Tried::Settled(_)) => {
                 at_hand.settled();
                 pause = Pause::default();
             }
             Some(Tried::Hopeless) => {
-                observe::recording_failed(orphan.outcome.operation());
+                observe::recording_failed(orphan.outcome.operation(), &observed);
                 at_hand.settled();
                 pause = Pause::default();
             }
             Some(Tried::Failed) | None if over.is_some_and(|left| left.is_zero()) => {
-                observe::recording_failed(orphan.outcome.operation());
+                observe::recording_failed(orphan.outcome.operation(), &observed);
                 at_hand.settled();
             }
             Some(Tried::Failed) | None => {

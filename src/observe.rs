@@ -81,30 +81,33 @@ pub(crate) fn store_failed(operation: Operation, error: Option<&StoreError>) {
 }
 
 /// An outcome could not be recorded in time, so the caller is answered before it is durable.
-pub(crate) fn recording_late(operation: Operation) {
+pub(crate) fn recording_late(operation: Operation, observed: &Observed) {
     #[cfg(feature = "metrics")]
     metrics::recording_late();
     tracing::error!(
         operation = operation.as_str(),
+        request_id = observed.request_id(),
         "idempotency record not written within store_timeout; trying on in the background"
     );
 }
 
 /// An outcome could not be recorded at all. Its key stays in flight until the lease or `max_run`
 /// is over, and counts as abandoned then.
-pub(crate) fn recording_failed(operation: Operation) {
+pub(crate) fn recording_failed(operation: Operation, observed: &Observed) {
     #[cfg(feature = "metrics")]
     metrics::recording_failed();
     tracing::error!(
         operation = operation.as_str(),
+        request_id = observed.request_id(),
         "idempotency record not written; the outcome of this run will count as unknown"
     );
 }
 
 /// Somebody else took the claim over while its handler ran.
-pub(crate) fn ownership_lost(operation: Operation, ticket: &Ticket) {
+pub(crate) fn ownership_lost(operation: Operation, ticket: &Ticket, observed: &Observed) {
     tracing::warn!(
         operation = operation.as_str(),
+        request_id = observed.request_id(),
         attempt = ticket.attempt,
         "idempotency claim lost; the answer of this run is not recorded"
     );
@@ -157,6 +160,15 @@ pub(crate) fn damaged_record(error: &crate::DecodeError) {
     tracing::error!(error = %error, "retained response cannot be read");
 }
 
+/// A record was left out of a list, because it cannot be read.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn unreadable_record(error: &(dyn std::error::Error + 'static)) {
+    let operation = Operation::Abandoned.as_str();
+    #[cfg(feature = "metrics")]
+    metrics::failed(operation, kind_of(StoreErrorKind::Corrupt));
+    tracing::warn!(operation, error, "an abandoned record cannot be read");
+}
+
 /// Why a run has no outcome.
 #[derive(Clone, Copy)]
 pub(crate) enum CutOff {
@@ -190,11 +202,15 @@ impl CutOff {
 }
 
 /// A run was cut off without an answer.
-pub(crate) fn abandoned(why: CutOff) {
+pub(crate) fn abandoned(why: CutOff, observed: &Observed) {
     #[cfg(feature = "metrics")]
     metrics::abandoned(why);
-    let why = why.text();
-    tracing::error!(why, "idempotent run abandoned; its outcome is unknown");
+    let (why, request_id) = (why.text(), observed.request_id());
+    tracing::error!(
+        why,
+        request_id,
+        "idempotent run abandoned; its outcome is unknown"
+    );
 }
 
 /// The databases that carry out many operations at once.

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, request::Parts};
 
 use crate::{
-    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyStatus, InFlight, KeyFormat,
-    MissingKey, Mode, ProblemJson, Recovery, Rejection, RejectionContext, RenderRejection,
-    Retention, Scope, StoreFailure,
+    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyKey, IdempotencyStatus, InFlight,
+    KeyFormat, MissingKey, Mode, ProblemJson, Recovery, Rejection, RejectionContext,
+    RenderRejection, Retention, Scope, StoreFailure,
     downstream::DownstreamSecret,
     fingerprint::original_uri,
     limits::ScopeLimit,
@@ -167,6 +167,22 @@ impl Options {
     /// The request's id, when it has one that is worth keeping.
     pub(crate) fn request_id<'a>(&self, head: &'a Parts) -> Option<&'a str> {
         self.request_id_value(&head.headers)?.to_str().ok()
+    }
+
+    /// The request's id, where the store may see it: not when it is the key, decoded or as it was sent, which
+    /// the store may have been given in another form.
+    pub(crate) fn stored_request_id<'a>(
+        &self,
+        head: &'a Parts,
+        key: &IdempotencyKey,
+    ) -> Option<&'a str> {
+        let id = self.request_id(head)?;
+        let shown = id.as_bytes().trim_ascii();
+        let is_key = |sent: &HeaderValue| sent.as_bytes().trim_ascii() == shown;
+        let hidden = self.request_id_header == self.header_name
+            || key.as_bytes() == shown
+            || head.headers.get_all(&self.header_name).iter().any(is_key);
+        (!hidden).then_some(id)
     }
 
     /// As [`request_id`](Self::request_id), to be kept.

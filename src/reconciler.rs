@@ -10,15 +10,14 @@ use tokio::task::{JoinError, JoinSet};
 use tracing::Instrument;
 
 use crate::{
-    Mode, Record, Resolved, Verdict,
-    back_off::{BackOff, Pauses},
+    Abandoned, Mode, Record, Resolved, Token, Verdict,
+    back_off::{Pauses, Topic, Why},
     bounded::{FOREVER, first},
     engine::Engine,
     maintenance::jittered,
     observe::{By, Operation},
-    record::Fingerprint,
     resolving::{self, Question, persistently},
-    store::{Checkpoints, Held, Inspect, StoreError, StoreErrorKind},
+    store::{Checkpoints, Held, Inspect, StoreError, StoreErrorKind, Ticket},
 };
 
 /// However long a store has been failing, it is looked for again after this time, or after `every`.
@@ -33,7 +32,7 @@ const SHORT_REST: Duration = Duration::from_secs(1);
 ///
 /// A sweep lists the abandoned records of the whole store, oldest first. Each it takes over under a fresh
 /// token, and only then asks: so of any number of reconcilers, and requests that ask too, one asks about a
-/// record at a time, and the owner that fell silent can change nothing any more. A record that was left is
+/// record at a time, and the owner that fell silent changes nothing meanwhile. A record that was left is
 /// asked about again after a pause that grows, and keeps none behind it waiting.
 ///
 /// Records of [`transactional`](crate::IdempotencyLayer::transactional) runs are freed without asking: what
@@ -98,8 +97,8 @@ pub struct Swept {
     pub postponed: usize,
     /// Where the store failed. A sweep ends with that, unless only the one record was at fault.
     pub failed: usize,
-    /// Whether the sweep stopped before the end of the list, at `max_per_sweep` or because the store failed.
-    /// The next one goes on from there.
+    /// Whether the sweep stopped before the end of the list: at `max_per_sweep`, because the store failed, or
+    /// because the layer is drained. The next one goes on from there, if there is any.
     pub more: bool,
 }
 
@@ -179,8 +178,9 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     /// How long a record that was left is not asked about by sweeps of this process: `first`, doubled each time
     /// up to `longest`, of each between half of it and all of it. Default 30 s to 1 h.
     ///
-    /// Kept for 10 000 records, in memory, and shared by all reconcilers of a layer. A request that meets such
-    /// a record asks all the same, at most once a second.
+    /// Kept for 10 000 records, in memory, and shared by all reconcilers with one resolver: records beyond them
+    /// are asked about in every sweep. A request that meets such a record asks all the same, at most once a
+    /// second.
     ///
     /// # Panics
     ///
@@ -195,7 +195,8 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
         self
     }
 
-    /// Sweeps until the layer is [drained](crate::IdempotencyLayer::drain). After a sweep that did not come to
+    /// Sweeps until the layer is [drained](crate::IdempotencyLayer::drain). What a layer does in the background from
+    /// its first keyed request on (purge, gauges) begins with this, too. After a sweep that did not come to
     /// the end of the list it goes on soon; where the store fails, after a pause that grows, up to five minutes
     /// or [`every`](Self::every), whichever is longer.
     ///
@@ -205,6 +206,8 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     /// abandoned as before.
     pub async fn run(self) {
         let live = self.engine.live.clone();
+        // After a crash there may be no request for a while, and yet something to be seen.
+        self.engine.maintain();
         let mut failures = 0_u32;
         while !live.is_draining() {
             let swept = self.sweep().await;
@@ -284,8 +287,6 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
 
     async fn sweep_one(&self, record: Record, sweep: &mut Sweep) {
         let engine = self.engine.clone();
-        let name = BackOff::name(&engine.store.stored_id(&record.id));
-        let attempt = record.attempt;
         let question = match (record.mode, &engine.options.resolver) {
             (Mode::Transactional, _) => Question::Uncommitted,
             (_, Some(resolver)) => Question::Resolver(resolver.clone()),
@@ -294,14 +295,19 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
                 return;
             }
         };
-        let is_due = engine.live.back_off.is_due(&name, attempt);
+        let (topic, token) = (self.topic(&record), record.token);
+        let is_due = engine.live.back_off.is_due(&topic, token);
         if !is_due || engine.runs_here(&Held::of(&record)).await {
             sweep.swept.postponed += 1;
             return;
         }
         let resolving = async move {
             let resolved = resolving::resolve(&engine, record, By::Sweep, question).await;
-            (name, attempt, resolved)
+            (
+                topic,
+                token,
+                resolved.map(|resolved| resolved.unwrap_or(Resolved::Lost)),
+            )
         };
         sweep.asking.spawn(resolving.in_current_span());
     }
@@ -309,17 +315,17 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     fn note(&self, ended: Result<Ended, JoinError>, sweep: &mut Sweep) {
         let back_off = &self.engine.live.back_off;
         // Only a runtime that ends cuts a task off.
-        let Ok((name, attempt, resolved)) = ended else {
+        let Ok((topic, token, resolved)) = ended else {
             sweep.swept.failed += 1;
             sweep.ends = true;
             return;
         };
         match &resolved {
-            Ok(Resolved::Left) => back_off.left_by_sweep(name, attempt, self.pauses),
-            Ok(_) => back_off.settled(&name),
+            Ok(Resolved::Left) => back_off.left_by_sweep(topic, token, Why::Unknown, self.pauses),
+            Ok(_) => back_off.settled(&topic),
             // That this record cannot be read says nothing about those behind it.
             Err(error) if is_of_one_record(error) => {
-                back_off.left_by_sweep(name, attempt, self.pauses);
+                back_off.left_by_sweep(topic, token, Why::Unreadable, self.pauses);
             }
             Err(_) => sweep.ends = true,
         }
@@ -378,12 +384,75 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
             return Ok(Resolved::Left);
         }
         let question = Question::Known(verdict);
-        resolving::resolve(&self.engine, record.clone(), By::Operator, question).await
+        let by_hand = resolving::resolve(&self.engine, record.clone(), By::Operator, question);
+        let resolved = by_hand.await?.unwrap_or(Resolved::Lost);
+        if resolved != Resolved::Left {
+            self.engine.live.back_off.settled(&self.topic(record));
+        }
+        Ok(resolved)
+    }
+
+    /// What a resolver would see of this record: its checkpoints, and the downstream keys of its runs. Reads
+    /// only. `None` when the record is not as it was: settled with nothing kept, forgotten, or under another
+    /// token by now.
+    ///
+    /// # Errors
+    ///
+    /// When the store fails, or cannot read what was saved.
+    ///
+    /// # Cancel safety
+    ///
+    /// May be dropped at any time.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// use tower_idempotency::{
+    ///     Fingerprint, IdempotencyKey, IdempotencyLayer, MemoryStore, RecordId, Scope,
+    ///     store::{Claim, ClaimRequest, Inspect, Store},
+    /// };
+    ///
+    /// let store = MemoryStore::new();
+    /// let layer = IdempotencyLayer::new(store.clone()).downstream_secret([7; 32]);
+    /// # let id = RecordId::new(Scope::shared(), IdempotencyKey::new("k-1"));
+    /// # let claim = ClaimRequest::new(id, "exact", Fingerprint::of(["A"]));
+    /// # let Claim::Won(ticket) = store.claim(claim).await.unwrap() else { panic!("claimed") };
+    /// # store.abandon(&ticket).await.unwrap();
+    /// for record in store.abandoned(None, 10).await.unwrap() {
+    ///     let Some(abandoned) = layer.reconciler().examine(&record).await.unwrap() else { continue };
+    ///     let charge = abandoned.checkpoint::<String>("charge").unwrap();
+    ///     assert_eq!(charge, None); // It never got that far, or died before it could say so.
+    ///     let asked_under = abandoned.downstream_key("charge").unwrap();
+    ///     assert_eq!(asked_under.as_str().len(), 32); // To be looked up at the provider.
+    /// }
+    /// # });
+    /// ```
+    pub async fn examine(&self, record: &Record) -> Result<Option<Abandoned>, StoreError> {
+        let Engine { store, options, .. } = &*self.engine;
+        let ticket = Ticket {
+            id: record.id.clone(),
+            token: record.token,
+            attempt: record.attempt,
+        };
+        let load = || store.load(&ticket);
+        let checkpoints = persistently(options, Operation::Load, load).await?;
+        let stored = store.stored_id(&record.id);
+        let secret = options.downstream.clone();
+        Ok(checkpoints
+            .map(|checkpoints| Abandoned::new(record.clone(), stored, checkpoints, secret)))
+    }
+
+    /// What this record is known by where it was left.
+    fn topic(&self, record: &Record) -> Topic {
+        let resolver = match record.mode {
+            Mode::Transactional => None,
+            _ => self.engine.options.resolver.as_ref(),
+        };
+        Topic::new(&self.engine.store.stored_id(&record.id), resolver)
     }
 }
 
 /// Whether the store could not deal with this record, rather than with any.
-fn is_of_one_record(error: &StoreError) -> bool {
+pub(crate) fn is_of_one_record(error: &StoreError) -> bool {
     matches!(
         error.kind(),
         StoreErrorKind::Corrupt | StoreErrorKind::Invalid | StoreErrorKind::Keys
@@ -400,7 +469,7 @@ struct Sweep {
     ends: bool,
 }
 
-type Ended = (Fingerprint, u32, Result<Resolved, StoreError>);
+type Ended = (Topic, Token, Result<Resolved, StoreError>);
 
 impl<S> fmt::Debug for Reconciler<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -190,7 +190,9 @@ pub enum Mode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum State {
-    /// Claimed; its handler is believed to run.
+    /// Claimed; its handler is believed to run. A record whose process has died still says so: who is
+    /// believed alive is not written to it. [`Inspect::abandoned`](crate::store::Inspect::abandoned) tells
+    /// which are.
     Running,
     /// Done. The response is kept, or was never kept (a tombstone).
     Completed,
@@ -216,7 +218,8 @@ pub struct Record {
     pub token: Token,
     /// The store instance that made the latest claim.
     pub owner: Owner,
-    /// Which run the latest claim is for; the first is 1.
+    /// Which run the latest claim is for; the first is 1. Less where that run was given back
+    /// uncounted (see [`Ticket::attempt`](crate::store::Ticket::attempt)).
     pub attempt: u32,
     /// How effect and record are kept together.
     pub mode: Mode,
@@ -277,6 +280,17 @@ impl fmt::Debug for Length<'_> {
 }
 
 impl Record {
+    /// What proves its latest claim. For those who write a store: what a claim that was won answers, or a
+    /// [`take_over`](crate::store::Inspect::take_over). Whoever has it may settle the record, so hand it to
+    /// nobody else.
+    pub fn ticket(&self) -> crate::store::Ticket {
+        crate::store::Ticket {
+            id: self.id.clone(),
+            token: self.token,
+            attempt: self.attempt,
+        }
+    }
+
     /// The record a won claim starts with: running, first attempt. For those who write a store.
     pub fn claimed(request: &crate::store::ClaimRequest, owner: Owner, now: Timestamp) -> Self {
         let run_until = now.after(request.max_run);

@@ -27,12 +27,18 @@ pub enum Recovery {
     /// default: a second charge is worse than a question.
     #[default]
     Refuse,
-    /// Run the handler again, as long as fewer than `max_attempts` runs were begun; then refuse.
+    /// Run the handler again, as long as fewer than `max_attempts` runs were cut off; then refuse.
     ///
     /// For handlers whose effect may safely happen twice. A request that kills its process every
     /// time must not do so forever, hence the limit.
+    ///
+    /// What counts is a run that was cut off: its process died, it panicked, its service failed, a drain
+    /// aborted it, or it lasted longer than `max_run`. One whose handler has answered does not, whatever
+    /// it answered and whatever becomes of the record; nor does one that never began, because its client had
+    /// left. The run that goes on from the checkpoints of a released one is never less than the second,
+    /// though, so such a key has one fewer left.
     Rerun {
-        /// How many runs there may be, the first one included; at least 1.
+        /// How many runs may be cut off, the first one included; at least 1.
         max_attempts: u32,
     },
 }
@@ -62,7 +68,9 @@ pub enum InFlight {
     /// Wait this long at most for the first attempt to end, then refuse.
     ///
     /// A waiter holds no connection to the store and no place of the inner service. When the first
-    /// attempt was released, a waiter runs in its stead.
+    /// attempt was released, a waiter runs in its stead. One that has a
+    /// [`Resolver`] asked waits for the verdict as well, however long that takes: up to
+    /// [`resolver_timeout`](crate::IdempotencyLayer::resolver_timeout) and the store's own time on top.
     Wait(std::time::Duration),
 }
 
@@ -76,6 +84,9 @@ pub enum StoreFailure {
     /// Run the handler without any protection: no claim, no record, and a retry runs again. Such
     /// responses carry `Idempotency-Status: unprotected`. Handlers must take
     /// `Option<`[`Idempotency`](crate::Idempotency)`>`, which is `None` then.
+    ///
+    /// A request that the store has told of another run of its key, in flight or cut off, before it failed is
+    /// never run like that: it is refused, and one that [waits](InFlight::Wait) goes on waiting.
     RunUnprotected,
 }
 
@@ -119,8 +130,7 @@ impl<R: Resolver> Resolves for R {
     }
 }
 
-/// What a [`Resolver`] found out.
-#[derive(Debug)]
+/// What a [`Resolver`] found out. `Debug` shows the status of an answer and nothing else of it.
 #[non_exhaustive]
 pub enum Verdict {
     /// It is done, and this is the answer every retry gets. Kept like a handler's, whatever its status: a
@@ -131,8 +141,22 @@ pub enum Verdict {
     /// It did not happen, and never will: the key is free again. Where checkpoints were saved they stay, and
     /// whoever asks for the same thing goes on after them.
     DidNotHappen,
-    /// Not known yet. The record stays as it is.
+    /// Not known yet. The record stays as it is: the hold is given up, and a run that was slow rather than
+    /// dead still settles it by its own answer.
     Leave,
+}
+
+impl fmt::Debug for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Answer(answer) => f
+                .debug_struct("Answer")
+                .field("status", &answer.status())
+                .finish_non_exhaustive(),
+            Self::DidNotHappen => f.write_str("DidNotHappen"),
+            Self::Leave => f.write_str("Leave"),
+        }
+    }
 }
 
 impl Verdict {

@@ -90,6 +90,10 @@ pub enum Rejection {
         original_request_id: Option<Arc<str>>,
     },
     /// An earlier run was cut off and its outcome is unknown.
+    ///
+    /// Told as not retryable, with a [`Resolver`](crate::Resolver) too, since nobody knows when that will know
+    /// more. The same request may be sent again later all the same: it gets the answer once there is one, and
+    /// never runs a second time unless [`Recovery::Rerun`](crate::Recovery::Rerun) says so.
     OutcomeUnknown {
         /// The id of the first request.
         original_request_id: Option<Arc<str>>,

@@ -1,6 +1,11 @@
 //! Finding out what a run did that was cut off: take its record over, ask, settle.
 
-use std::{future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{
+    future::{Future, pending},
+    pin::pin,
+    sync::Arc,
+    time::Duration,
+};
 
 use axum::body::Body;
 use http::Response;
@@ -11,9 +16,9 @@ use crate::{
     engine::{self, Engine},
     execution::{self, Outcome, Watched, keep, watched},
     live,
-    observe::{self, By, Concluded, Operation},
+    observe::{self, By, Concluded, Observed, Operation},
     options::Options,
-    record::{Record, Token},
+    record::{Record, State, Token},
     recovery::{Abandoned, Resolves},
     store::{Checkpoints, Completion, Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
 };
@@ -53,7 +58,7 @@ enum Found {
 }
 
 /// Takes the record over as it was found, then asks, then settles: so neither its late owner nor anybody
-/// else acts meanwhile.
+/// else acts meanwhile. What is not known then goes back to its owner. `None`: it could not be taken over.
 ///
 /// Dropped in between, it leaves the record to the background, which gives it up at once. An answer that was
 /// found and cannot be recorded within `store_timeout` is recorded from there, too; the error says so.
@@ -62,25 +67,30 @@ pub(crate) async fn resolve<S: Inspect + Checkpoints>(
     record: Record,
     by: By,
     question: Question,
-) -> Result<Resolved, StoreError> {
+) -> Result<Option<Resolved>, StoreError> {
     let attempt = record.attempt;
+    let observed = Observed::of_record(&engine.options, &record);
     let resolved = match Taken::take(engine, &record).await {
         Ok(Some(taken)) => match taken.ask(record, question).await {
-            Ok(found) => taken.settle(found).await,
+            Ok(found) => taken.settle(found, &observed).await.map(Some),
             Err(error) => {
                 // It is known to be unknown; what the store says of that changes nothing.
-                let _ = taken.settle(Found::Unknown(Concluded::Failed)).await;
+                let _ = taken
+                    .settle(Found::Unknown(Concluded::Failed), &observed)
+                    .await;
                 Err(error)
             }
         },
-        Ok(None) => Ok((Resolved::Lost, Concluded::Lost)),
+        Ok(None) => Ok(None),
         Err(error) => Err(error),
     };
-    let concluded = resolved
-        .as_ref()
-        .map_or(Concluded::Failed, |(_, said)| *said);
-    observe::resolved(by, concluded, attempt);
-    resolved.map(|(resolved, _)| resolved)
+    let concluded = match &resolved {
+        Ok(Some((_, said))) => *said,
+        Ok(None) => Concluded::Lost,
+        Err(_) => Concluded::Failed,
+    };
+    observe::resolved(by, concluded, attempt, &observed);
+    Ok(resolved?.map(|(resolved, _)| resolved))
 }
 
 /// A record that is held in order to find out what its run did.
@@ -92,6 +102,9 @@ struct Taken<S: Store> {
     /// The hold may stand in the store. Dropped like that, also because its runtime ends, it is left to the
     /// background.
     stands: bool,
+    /// The record's token and state when it was found, where it may be given back like that: not while a try to
+    /// take it over may still be on its way, which would take it over once more.
+    found: Option<(Token, State)>,
     _counted: live::Resolves,
 }
 
@@ -117,6 +130,7 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             },
             outcome: Outcome::Abandoned,
             stands: true,
+            found: None,
             _counted: engine.live.resolves(),
         };
         let hold = engine.options.hold();
@@ -138,13 +152,17 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             return Ok(None);
         };
         taken.ticket = ticket;
+        taken.found = (tries == 1).then_some((record.token, record.state));
         Ok(Some(taken))
     }
 
     async fn ask(&self, record: Record, question: Question) -> Result<Found, StoreError> {
         let resolver = match question {
             Question::Uncommitted => return Ok(Found::DidNotHappen),
-            Question::Known(verdict) => return Ok(self.find_out(async { verdict }).await),
+            // A drain cuts nothing off that need only be written down.
+            Question::Known(verdict) => {
+                return Ok(self.find_out(async { verdict }, pending()).await);
+            }
             Question::Resolver(resolver) => resolver,
         };
         let (store, options) = (&self.engine.store, &self.engine.options);
@@ -155,13 +173,20 @@ impl<S: Inspect + Checkpoints> Taken<S> {
         let stored = store.stored_id(&record.id);
         let abandoned = Abandoned::new(record, stored, checkpoints, options.downstream.clone());
         Ok(self
-            .find_out(async move { resolver.ask(abandoned).await })
+            .find_out(
+                async move { resolver.ask(abandoned).await },
+                self.engine.live.aborted(),
+            )
             .await)
     }
 
-    /// Waits for the verdict as long as that may take, and takes its answer apart.
-    async fn find_out(&self, verdict: impl Future<Output = Verdict>) -> Found {
-        let (options, live) = (&self.engine.options, &self.engine.live);
+    /// Waits for the verdict as long as that may take, or until it is told to stop, and takes its answer apart.
+    async fn find_out(
+        &self,
+        verdict: impl Future<Output = Verdict>,
+        stop: impl Future<Output = ()>,
+    ) -> Found {
+        let options = &self.engine.options;
         let finding = async {
             match within(options.resolver_timeout, verdict).await {
                 Some(verdict) => options.found(verdict).await,
@@ -169,7 +194,7 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             }
         };
         let finding = pin!(Some(finding));
-        match watched(finding, live.aborted()).await {
+        match watched(finding, stop).await {
             Watched::Done(found) => found,
             Watched::Panicked(_) => Found::Unknown(Concluded::Panicked),
             Watched::Stopped(()) => Found::Unknown(Concluded::Aborted),
@@ -177,7 +202,11 @@ impl<S: Inspect + Checkpoints> Taken<S> {
     }
 
     /// Records what was found out, and wakes whoever waits for this key.
-    async fn settle(mut self, found: Found) -> Result<(Resolved, Concluded), StoreError> {
+    async fn settle(
+        mut self,
+        found: Found,
+        observed: &Observed,
+    ) -> Result<(Resolved, Concluded), StoreError> {
         let resolved;
         (self.outcome, resolved) = match found {
             Found::Done(done) => (
@@ -192,14 +221,24 @@ impl<S: Inspect + Checkpoints> Taken<S> {
         };
         let engine = self.engine.clone();
         let operation = self.outcome.operation();
-        let recorded = execution::keep_recording(&engine, &self.ticket, self.outcome.clone());
+        let outcome = self.outcome.clone();
+        let recorded = execution::keep_recording(&engine, &self.ticket, outcome, observed);
         match within(engine.options.store_timeout, recorded).await {
             Some(Some(settled)) => {
                 self.stands = false;
+                let stands = match (settled, &self.outcome) {
+                    (Settled::Done, Outcome::Abandoned) => {
+                        self.give_back().await;
+                        true
+                    }
+                    (Settled::Done, _) => true,
+                    (Settled::Lost, Outcome::Released) => self.is_free().await,
+                    (Settled::Lost, _) => false,
+                };
                 engine.live.waiting.settled(&self.ticket.id);
-                match settled {
-                    Settled::Done => Ok(resolved),
-                    Settled::Lost => Ok((Resolved::Lost, Concluded::Lost)),
+                match stands {
+                    true => Ok(resolved),
+                    false => Ok((Resolved::Lost, Concluded::Lost)),
                 }
             }
             Some(None) => {
@@ -210,12 +249,45 @@ impl<S: Inspect + Checkpoints> Taken<S> {
                 ))
             }
             None => {
-                observe::recording_late(operation);
+                observe::recording_late(operation, observed);
                 Err(unavailable(
                     "what was found out about a run is not recorded yet; this goes on in the background",
                 ))
             }
         }
+    }
+}
+
+impl<S: Inspect> Taken<S> {
+    /// Gives the abandoned record back as it was found, so that the answer of a run that is slow rather than
+    /// dead still counts. Where this fails nothing else is lost: it is abandoned under the token of this hold.
+    async fn give_back(&self) {
+        let Some((token, state)) = self.found else {
+            return;
+        };
+        let (store, options) = (&self.engine.store, &self.engine.options);
+        let Ticket { id, attempt, .. } = &self.ticket;
+        // Nobody's: a hold of no length is over as it begins.
+        let returned = || store.take_over(id, self.ticket.token, token, Duration::ZERO);
+        let returned = persistently(options, Operation::TakeOver, returned).await;
+        if returned.is_err() || state != State::Abandoned {
+            return;
+        }
+        let ticket = Ticket {
+            id: id.clone(),
+            token,
+            attempt: *attempt,
+        };
+        // It counts as that anyway; this is for those who look.
+        let _ = persistently(options, Operation::Abandon, || store.abandon(&ticket)).await;
+    }
+
+    /// Whether the record is gone, although its release says that it was lost: so it is when that was sent again
+    /// because the answer to the first try got lost.
+    async fn is_free(&self) -> bool {
+        let look = || self.engine.store.get(&self.ticket.id);
+        let found = persistently(&self.engine.options, Operation::Get, look).await;
+        matches!(found, Ok(None))
     }
 }
 

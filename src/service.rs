@@ -2,7 +2,10 @@
 
 use std::{
     fmt, mem,
-    sync::{Arc, OnceLock, atomic::Ordering},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -13,19 +16,23 @@ use http::{Request, Response, header, request::Parts};
 use tokio::time::Instant;
 use tower_service::Service;
 
+#[cfg(feature = "metrics")]
+use crate::live::Live;
 use crate::{
     IdempotencyKey, IdempotencyStatus, MissingKey, Rejection, UndecodableBody,
     attempt::Attempt,
-    back_off::BackOff,
+    back_off::{Topic, Why},
     body::{Buffered, read_request},
     bounded::{FOREVER, within},
     engine::Engine,
     execution::{self, Claimed, Inner, Undo},
     extract::Idempotency,
+    live::Inquires,
     maintenance::Pause,
     observe::{self, By, Observed, Operation, Timed, Timer},
     options::Options,
-    record::{Fingerprint, Mode, Record, RecordId, Scheme, Token},
+    reconciler::is_of_one_record,
+    record::{Fingerprint, Mode, Record, RecordId, Scheme, State, Token},
     recovery::{InFlight, Resolves, StoreFailure},
     resolving::{self, Question, Resolved},
     response_future::ResponseFuture,
@@ -87,7 +94,7 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, request: Request<B>) -> Self::Future {
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let options = &self.engine.options;
         let method = request.method();
         if request.extensions().get::<Idempotency>().is_some() {
@@ -105,7 +112,7 @@ where
             Some(key) => key.map_err(Rejection::KeyInvalid),
         };
         if let (MissingKey::Observe, Err(rejection)) = (options.missing_key, &key) {
-            observe::unkeyed(options, &request, rejection);
+            observe::unkeyed(options, &mut request, rejection);
             return self.pass(request.map(Body::new));
         }
         // The instance that was polled ready is the one to be called, or to be dropped: what being
@@ -205,7 +212,9 @@ where
         fingerprint,
         head: &head,
         body: &body.data,
-        resolved: OnceLock::new(),
+        met: AtomicBool::new(false),
+        inquired: AtomicBool::new(false),
+        out_of_reach: OnceLock::new(),
     };
     let decision = decide(&engine, &mut inner, &asked, &attempt).await;
 
@@ -261,8 +270,12 @@ struct Asked<'a> {
     fingerprint: Fingerprint,
     head: &'a Parts,
     body: &'a Bytes,
-    /// The token of the record that was to be resolved on its behalf; once is enough.
-    resolved: OnceLock<Token>,
+    /// The store has told of another run of this key. From then on it is no longer to be run unprotected.
+    met: AtomicBool,
+    /// The resolver was asked on its behalf; once is enough.
+    inquired: AtomicBool,
+    /// The token of the record that could not be taken over for that.
+    out_of_reach: OnceLock<Token>,
 }
 
 /// What is to be done with a keyed request that is not refused.
@@ -281,16 +294,27 @@ async fn decide<I: Clone, S: Inspect + Checkpoints>(
 ) -> Result<Decision, Rejection> {
     engine.maintain();
 
-    match claim(engine, asked, attempt, engine.options.store_timeout).await? {
-        Claiming::Decided(decision) => Ok(decision),
-        Claiming::InFlight(held) => match engine.options.in_flight {
-            InFlight::Wait(bound) if !attempt.is_gone() => {
+    let held = loop {
+        match claim(engine, asked, attempt, engine.options.store_timeout).await? {
+            Claiming::Decided(decision) => return Ok(decision),
+            Claiming::InFlight(held) => break held,
+            Claiming::Inquiry(inquiry) => {
                 inner.give_back();
-                // In a box, so that the requests that need not wait do not carry its weight.
-                Box::pin(wait(engine, asked, attempt, held, bound)).await
+                // In a box, so that the requests that need not ask do not carry its weight.
+                let found_out = Box::pin(inquire(engine, inquiry, asked, attempt)).await?;
+                if let Some(record) = found_out {
+                    return Ok(Decision::Replay(record));
+                }
             }
-            _ => Err(in_flight(held)),
-        },
+        }
+    };
+    match engine.options.in_flight {
+        InFlight::Wait(bound) if !attempt.is_gone() => {
+            inner.give_back();
+            // In a box, so that the requests that need not wait do not carry its weight.
+            Box::pin(wait(engine, asked, attempt, held, bound)).await
+        }
+        _ => Err(in_flight(held)),
     }
 }
 
@@ -303,6 +327,8 @@ async fn wait<S: Inspect + Checkpoints>(
     bound: Duration,
 ) -> Result<Decision, Rejection> {
     let deadline = Instant::now() + bound.min(FOREVER);
+    #[cfg(feature = "metrics")]
+    let _shown = Shown(&engine.live);
     let Some(waiter) = engine
         .live
         .waiting
@@ -316,19 +342,34 @@ async fn wait<S: Inspect + Checkpoints>(
         let left = deadline.saturating_duration_since(Instant::now());
         let last = left.is_zero();
         let patience = left.min(engine.options.store_timeout);
-        match claim(engine, asked, attempt, patience).await {
-            Ok(Claiming::Decided(decision)) => {
+        let looked = match claim(engine, asked, attempt, patience).await {
+            Ok(Claiming::Inquiry(inquiry)) => {
+                match Box::pin(inquire(engine, inquiry, asked, attempt)).await {
+                    Ok(None) => continue,
+                    Ok(Some(record)) => Ok(Some(Decision::Replay(record))),
+                    Err(rejection) => Err(rejection),
+                }
+            }
+            Ok(Claiming::Decided(decision)) => Ok(Some(decision)),
+            Ok(Claiming::InFlight(_)) => Ok(None),
+            Err(rejection) => Err(rejection),
+        };
+        match looked {
+            Ok(Some(decision)) => {
                 waiter.tell();
                 return Ok(decision);
             }
             // All places are taken by other runs: that says nothing about this key.
             Err(Rejection::Overloaded) if !engine.live.is_draining() => {}
+            // Nothing is refused for that where it would be run, did it not know of another run.
+            Err(Rejection::StoreUnavailable)
+                if engine.options.store_failure == StoreFailure::RunUnprotected => {}
             // What ends the wait of one ends that of all.
             Err(rejection) => {
                 waiter.tell();
                 return Err(rejection);
             }
-            Ok(Claiming::InFlight(_)) => {}
+            Ok(None) => {}
         }
         if last || attempt.is_gone() {
             return Err(in_flight(held));
@@ -337,10 +378,24 @@ async fn wait<S: Inspect + Checkpoints>(
     }
 }
 
+/// Dropped after one who waits: where its runtime ends, there is nobody else to show it.
+#[cfg(feature = "metrics")]
+struct Shown<'a>(&'a Live);
+
+#[cfg(feature = "metrics")]
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        self.0.show_at_the_end();
+    }
+}
+
 /// What one look at the store came to.
 enum Claiming {
     Decided(Decision),
     InFlight(Held),
+    /// What an abandoned run did is to be found out first. No place is held for that: nothing runs, and it
+    /// may take long.
+    Inquiry(Inquiry),
 }
 
 /// Claims once, where there is a place within `patience`, and takes over what may be taken over.
@@ -361,6 +416,7 @@ async fn claim<S: Inspect + Checkpoints>(
     let mut bid = Bid {
         token: Token::random(),
         replaces: None,
+        attempt: 1,
         undo: Undo::Release,
         mode: options.mode(),
     };
@@ -393,11 +449,13 @@ async fn claim<S: Inspect + Checkpoints>(
                 };
             }
             Some(Claim::InFlight(held)) => {
+                asked.met.store(true, Ordering::Relaxed);
                 engine.same_as_held(asked, &held)?;
                 return Ok(Claiming::InFlight(held));
             }
             Some(Claim::Abandoned(held)) => held,
         };
+        asked.met.store(true, Ordering::Relaxed);
         engine.same_as_held(asked, &held)?;
         if Box::pin(engine.runs_here(&held)).await {
             return Ok(Claiming::InFlight(held));
@@ -405,16 +463,18 @@ async fn claim<S: Inspect + Checkpoints>(
         // What such a run did, if it did not complete, was never committed.
         let without_effect = held.released || held.mode == Mode::Transactional;
         // It could not be taken over under this token, so somebody else is just doing that.
-        if !without_effect && asked.resolved.get() == Some(&held.token) {
+        if !without_effect && asked.out_of_reach.get() == Some(&held.token) {
             return Ok(Claiming::InFlight(held));
         }
-        if !without_effect && let Some(resolver) = engine.may_ask(asked, &held) {
-            // In a box, so that the requests that need not ask do not carry its weight.
-            Box::pin(ask(engine, resolver, asked, &held, attempt)).await?;
-            match attempt.is_gone() {
-                true => return Ok(Claiming::InFlight(held)),
-                false => continue,
-            }
+        if !without_effect && let Some(resolver) = engine.may_ask(asked, &held)? {
+            // Before its place is given back, so that a drain sees either.
+            let inquires = engine.live.inquires().ok_or(Rejection::Overloaded)?;
+            asked.inquired.store(true, Ordering::Relaxed);
+            return Ok(Claiming::Inquiry(Inquiry {
+                resolver,
+                held,
+                _inquires: inquires,
+            }));
         }
         if !without_effect && !options.recovery.allows_after(held.attempt) {
             return Err(Rejection::OutcomeUnknown {
@@ -425,6 +485,7 @@ async fn claim<S: Inspect + Checkpoints>(
         // one meets a live claim. Undone, it must not look as if the earlier run never was; nor cut
         // off, as if that one had had no effect.
         bid.replaces = Some(held.token);
+        bid.attempt = held.attempt;
         (bid.undo, bid.mode) = match without_effect {
             true => (Undo::Release, options.mode()),
             false => (Undo::Abandon, Mode::Plain),
@@ -435,40 +496,70 @@ async fn claim<S: Inspect + Checkpoints>(
     })
 }
 
-/// Has the resolver asked what the abandoned run did, and settles its record. Then it is for the next look to
-/// see what has become of it.
-async fn ask<S: Inspect + Checkpoints>(
-    engine: &Arc<Engine<S>>,
+/// An abandoned record that is to be asked about.
+struct Inquiry {
     resolver: Arc<dyn Resolves>,
+    held: Held,
+    _inquires: Inquires,
+}
+
+/// Has the resolver asked what the abandoned run did, and settles its record. Answers with the record, if
+/// that is completed now; else it is for the next look to see what has become of it.
+async fn inquire<S: Inspect + Checkpoints>(
+    engine: &Arc<Engine<S>>,
+    inquiry: Inquiry,
     asked: &Asked<'_>,
-    held: &Held,
     attempt: &Attempt,
-) -> Result<(), Rejection> {
-    asked.resolved.get_or_init(|| held.token);
+) -> Result<Option<Box<Record>>, Rejection> {
+    let Inquiry { resolver, held, .. } = &inquiry;
     let record = engine.find(&asked.id).await?;
     let Some(record) = record.filter(|record| record.token == held.token) else {
-        return Ok(());
+        return Ok(None);
     };
+    if engine.live.is_draining() {
+        return Err(Rejection::Overloaded);
+    }
     // From here on the record may be held: if the caller leaves now, this goes on without it.
     attempt.set_must_finish(true);
-    let question = Question::Resolver(resolver);
+    let question = Question::Resolver(resolver.clone());
     let resolved = resolving::resolve(engine, record, By::Request, question).await;
     attempt.set_must_finish(false);
-    let name = BackOff::name(&engine.store.stored_id(&asked.id));
+    let topic = Topic::new(&engine.store.stored_id(&asked.id), Some(resolver));
     let back_off = &engine.live.back_off;
     match resolved {
-        Ok(Resolved::Left) => back_off.left_by_request(name, held.attempt),
-        Ok(Resolved::Answered | Resolved::Freed) => back_off.settled(&name),
-        Ok(Resolved::Lost) => {}
-        Err(_) => return Err(Rejection::StoreUnavailable),
+        Ok(Some(Resolved::Left)) => back_off.left_by_request(topic, held.token, Why::Unknown),
+        Ok(Some(Resolved::Answered | Resolved::Freed)) => back_off.settled(&topic),
+        Ok(Some(Resolved::Lost)) => {}
+        Ok(None) => {
+            asked.out_of_reach.get_or_init(|| held.token);
+        }
+        Err(error) => {
+            if is_of_one_record(&error) {
+                back_off.left_by_request(topic, held.token, Why::Unreadable);
+            }
+            return Err(Rejection::StoreUnavailable);
+        }
     }
-    Ok(())
+    if attempt.is_gone() {
+        return Err(in_flight(inquiry.held));
+    }
+    if !matches!(resolved, Ok(Some(Resolved::Answered))) {
+        return Ok(None);
+    }
+    // Its answer needs no place, and there may be none, nor any more to come.
+    let found = engine.find(&asked.id).await?;
+    let answered = found.filter(|record| {
+        record.state == State::Completed && engine.same(asked, &record.scheme, &record.fingerprint)
+    });
+    Ok(answered.map(Box::new))
 }
 
 /// What a request claims with.
 struct Bid {
     token: Token,
     replaces: Option<Token>,
+    /// Given back without having run, it leaves the record at this attempt.
+    attempt: u32,
     /// What the record becomes when nothing is begun after all.
     undo: Undo,
     mode: Mode,
@@ -480,7 +571,9 @@ impl Bid {
             id: asked.id.clone(),
             scheme: asked.scheme.clone(),
             fingerprint: asked.fingerprint,
-            request_id: options.request_id(asked.head).map(Arc::from),
+            request_id: options
+                .stored_request_id(asked.head, &asked.id.key)
+                .map(Arc::from),
             mode: self.mode,
             token: self.token,
             replaces: self.replaces,
@@ -545,11 +638,15 @@ async fn send_claim<S: Inspect + Checkpoints>(
     }
     drop(sent);
     attempt.set_must_finish(false);
-    // A record that is there and cannot be read may be that of a finished run; and for a caller that
-    // is gone nothing is run unprotected.
+    // A record that is there and cannot be read may be that of a finished run, and one that was met is that
+    // of another run; and for a caller that is gone nothing is run unprotected.
     let absent = matches!(failed, StoreErrorKind::Unavailable | StoreErrorKind::Full);
     match engine.options.store_failure {
-        StoreFailure::RunUnprotected if absent && !attempt.is_gone() => Ok(None),
+        StoreFailure::RunUnprotected
+            if absent && !attempt.is_gone() && !asked.met.load(Ordering::Relaxed) =>
+        {
+            Ok(None)
+        }
         _ => Err(Rejection::StoreUnavailable),
     }
 }
@@ -568,7 +665,7 @@ impl<S: Store> Drop for Sent<'_, S> {
         if self.may_stand {
             let request = self.bid.request(&self.engine.options, self.asked);
             self.engine
-                .leave_behind(request.ticket(0), self.bid.undo.into());
+                .leave_behind(request.ticket(self.bid.attempt), self.bid.undo.into());
         }
     }
 }
@@ -622,12 +719,19 @@ impl<S: Inspect> Engine<S> {
     }
 
     /// Whether a claim that looks abandoned is one of this process, whose run is going on: then the
-    /// heartbeat came too late, which the run must not pay for. Past `max_run` it is abandoned.
+    /// heartbeat came too late, which the run must not pay for. Past `max_run` it is abandoned, unless its
+    /// answer is known by then: nobody need find that out, and nothing runs in its stead.
     pub(crate) async fn runs_here(&self, held: &Held) -> bool {
-        let Some(ticket) = self.live.running_here(&held.token) else {
+        let Some(attempt) = self.live.running_here(&held.token) else {
             return false;
         };
-        !matches!(self.renew(&ticket).await, Ok(Settled::Lost))
+        if attempt.is_answered() {
+            return true;
+        }
+        match attempt.ticket() {
+            Some(ticket) => !matches!(self.renew(ticket).await, Ok(Settled::Lost)),
+            None => false,
+        }
     }
 
     fn same_as_held(&self, asked: &Asked<'_>, held: &Held) -> Result<(), Rejection> {
@@ -642,14 +746,23 @@ impl<S: Inspect> Engine<S> {
 
 impl<S: Inspect + Checkpoints> Engine<S> {
     /// The resolver, where there is one and it is to be asked on behalf of this request.
-    fn may_ask(&self, asked: &Asked<'_>, held: &Held) -> Option<Arc<dyn Resolves>> {
-        let resolver = self.options.resolver.as_ref()?;
-        if asked.resolved.get().is_some() {
-            return None;
+    fn may_ask(
+        &self,
+        asked: &Asked<'_>,
+        held: &Held,
+    ) -> Result<Option<Arc<dyn Resolves>>, Rejection> {
+        let Some(resolver) = &self.options.resolver else {
+            return Ok(None);
+        };
+        if asked.inquired.load(Ordering::Relaxed) {
+            return Ok(None);
         }
-        let name = BackOff::name(&self.store.stored_id(&asked.id));
-        let may = self.live.back_off.request_may_ask(&name, held.attempt);
-        may.then(|| resolver.clone())
+        let topic = Topic::new(&self.store.stored_id(&asked.id), Some(resolver));
+        match self.live.back_off.holds_request_off(&topic, held.token) {
+            None => Ok(Some(resolver.clone())),
+            Some(Why::Unknown) => Ok(None),
+            Some(Why::Unreadable) => Err(Rejection::StoreUnavailable),
+        }
     }
 }
 

@@ -36,7 +36,9 @@ pub enum IdempotencyStatus {
     OutcomeUnknown,
     /// The handler ran again, after a run that was abandoned, or released with checkpoints.
     TookOver,
-    /// Refused: the store could not be asked.
+    /// Refused: the store could not be asked, or is full. Also where the handler ran: its transaction was given
+    /// up by the database, stopped at `max_hold`, or nobody knows yet whether it was committed. The refusal's
+    /// code, `idempotency_transaction_failed`, tells that apart.
     StoreUnavailable,
     /// Refused: too many runs at once, or shutting down.
     Overloaded,

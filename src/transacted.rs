@@ -202,9 +202,13 @@ impl<S: Inspect> Run<S> {
         let mut reruns = 0;
         let ended = loop {
             let another = inner.another();
+            hold.counts(true);
             let (handled, undone) = self.once(inner).await;
             let ended = match handled {
-                Watched::Done(Ok(ended)) => ended,
+                Watched::Done(Ok(ended)) => {
+                    hold.counts(false);
+                    ended
+                }
                 Watched::Done(Err(error)) => {
                     observe::decided(self.attempt.observed(), Decision::ran(&self.ticket));
                     settle(hold, undone).await;
@@ -223,7 +227,8 @@ impl<S: Inspect> Run<S> {
             }
             // Under repeatable read a takeover looks like any other conflict.
             if let Ok(Settled::Lost) = self.engine.renew(&self.ticket).await {
-                observe::ownership_lost(Operation::Complete, &self.ticket);
+                let observed = self.attempt.observed();
+                observe::ownership_lost(Operation::Complete, &self.ticket, observed);
                 break Ended::Lost;
             }
             pause.wait().await;
@@ -304,7 +309,8 @@ impl<S: Inspect> Run<S> {
         match committed {
             Committed::Done => Ended::Committed(parts, body),
             Committed::Lost => {
-                observe::ownership_lost(Operation::Complete, &self.ticket);
+                let observed = self.attempt.observed();
+                observe::ownership_lost(Operation::Complete, &self.ticket, observed);
                 Ended::Lost
             }
             Committed::Conflict => Ended::Conflict,

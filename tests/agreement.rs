@@ -139,6 +139,8 @@ struct Game {
     seen: Vec<Record>,
     /// How many takeovers succeeded, that this test has something to agree on.
     held: usize,
+    /// How many runs were given back uncounted.
+    uncounted: usize,
 }
 
 impl Game {
@@ -152,6 +154,7 @@ impl Game {
             tickets: vec![request("never claimed").ticket(1)],
             seen: Vec::new(),
             held: 0,
+            uncounted: 0,
         }
     }
 
@@ -160,8 +163,11 @@ impl Game {
         match self.dice.roll(23) {
             0..=6 => Step::Claim(self.claim()),
             7..=9 => Step::Complete(ticket, self.completion(), self.lifetimes()),
-            10 | 11 => Step::Release(ticket, self.dice.duration()),
-            12 => Step::Abandon(ticket),
+            10 | 11 => {
+                let ticket = self.given_back(ticket);
+                Step::Release(ticket, self.dice.duration())
+            }
+            12 => Step::Abandon(self.given_back(ticket)),
             13 => {
                 let tickets = (0..self.dice.roll(4)).map(|_| self.ticket()).collect();
                 Step::Renew(tickets, self.dice.duration())
@@ -191,6 +197,18 @@ impl Game {
         let latest = self.tickets.len().saturating_sub(4);
         let from = if self.dice.roll(4) == 0 { 0 } else { latest };
         self.dice.pick(&self.tickets[from..]).clone()
+    }
+
+    /// As it is, or with an attempt that the run does not count by, or none.
+    fn given_back(&mut self, mut ticket: Ticket) -> Ticket {
+        ticket.attempt = match self.dice.roll(5) {
+            0 => 0,
+            1 => 1,
+            2 => ticket.attempt.saturating_sub(1),
+            3 => u32::MAX,
+            _ => ticket.attempt,
+        };
+        ticket
     }
 
     fn claim(&mut self) -> ClaimRequest {
@@ -293,6 +311,17 @@ impl Game {
             _ => {}
         }
     }
+
+    async fn learn_what_was_given_back(&mut self, step: &Step, memory: &MemoryStore) {
+        let (Step::Release(given, _) | Step::Abandon(given)) = step else {
+            return;
+        };
+        if let Some(record) = memory.get(&given.id).await.unwrap() {
+            let mut won = self.tickets.iter();
+            let lower = won.any(|won| won.token == record.token && won.attempt > record.attempt);
+            self.uncounted += usize::from(lower && given.token == record.token);
+        }
+    }
 }
 
 /// Queues all steps before it waits for the first answer, so that they share transactions.
@@ -379,7 +408,7 @@ async fn play(
     memory: &[MemoryStore; 2],
     stores: &[TestStore; 2],
     together: Together,
-) -> usize {
+) -> (usize, usize) {
     let mut game = Game::new(seed);
     for _ in 0..14 {
         let by = game.dice.duration() - Duration::from_millis(1);
@@ -408,6 +437,7 @@ async fn play(
             }
             let answer = carry_out(memory, step.clone()).await;
             game.learn(&answer);
+            game.learn_what_was_given_back(&step, memory).await;
             group.steps.push(step);
             group.expected.push(answer);
         }
@@ -417,21 +447,24 @@ async fn play(
         memory[0].forget(id).await.unwrap();
         stores[0].forget(id).await.unwrap();
     }
-    game.held
+    (game.held, game.uncounted)
 }
 
 async fn every_answer_is_the_protocols(world: impl Fn() -> World, together: Together) {
-    let mut held = 0;
+    let (mut held, mut uncounted) = (0, 0);
     for start in 0..8 {
         let world = world();
         let memory = MemoryStore::options().clock(world.clock.clone()).build();
         let memory = [memory.clone(), memory.instance()];
         let stores = [world.open().await, world.open().await];
         for seed in start * 32..(start + 1) * 32 {
-            held += play(seed, &world, &memory, &stores, together).await;
+            let played = play(seed, &world, &memory, &stores, together).await;
+            held += played.0;
+            uncounted += played.1;
         }
     }
     assert!(held > 100, "only {held} takeovers succeeded");
+    assert!(uncounted > 20, "only {uncounted} runs were uncounted");
 }
 
 #[tokio::test]

@@ -26,11 +26,13 @@ use tower_idempotency::{
 
 const SECRET: &[u8] = b"a secret of the service";
 const LEASE: Duration = Duration::from_secs(30);
+const MAX_RUN: Duration = Duration::from_secs(600);
 
 fn layer<S: Inspect + Checkpoints>(store: &S, scope: &'static [u8]) -> IdempotencyLayer<S> {
     IdempotencyLayer::new(store.clone())
         .scope(move |_| Some(Scope::new(scope)))
         .lease(LEASE)
+        .max_run(MAX_RUN)
         .retention(Retention::successes_only())
         .recovery(Recovery::rerun())
         .downstream_secret(SECRET)
@@ -175,7 +177,8 @@ async fn both_ways<S: Inspect + Checkpoints>(world: &World, store: impl Fn() -> 
         let made = key_of(&run, "charge");
         run.owner().checkpoint("key", made.as_str()).await.unwrap();
         expected.push((made.clone(), Some(made.to_string())));
-        world.clock.advance(LEASE + Duration::from_secs(1));
+        // Past its end, or a heartbeat could still keep it alive.
+        world.clock.advance(MAX_RUN + Duration::from_secs(1));
         let layer = layer(&store(), b"shop").resolver(resolver.clone());
         match key {
             "swept" => {
@@ -252,5 +255,75 @@ async fn they_are_set_on_outgoing_requests_and_are_not_shown() {
         assert!(!shown.contains(key.as_str()), "{shown}");
         assert!(!shown.contains("secret of the service"), "{shown}");
         assert!(!shown.contains(&format!("{:?}", SECRET)[1..40]), "{shown}");
+    }
+}
+
+// So that it outlives a change of the secret.
+#[tokio::test]
+async fn one_that_was_saved_in_a_checkpoint_is_the_one_that_was_made() {
+    let store = MemoryStore::new();
+    let first = begin(layer(&store, b"shop"), "k").await;
+    let made = key_of(&first, "charge");
+    first
+        .owner()
+        .checkpoint("asked-under", &made)
+        .await
+        .unwrap();
+    first.panics("as the test wants");
+    let changed = loop {
+        let changed = layer(&store, b"shop").downstream_secret("another secret of it");
+        match store.counts().await.unwrap().abandoned {
+            1 => break changed,
+            _ => tokio::task::yield_now().await,
+        }
+    };
+    let second = begin(changed, "k").await;
+    assert_ne!(key_of(&second, "charge"), made);
+    let saved: Option<DownstreamKey> = second.owner().checkpointed("asked-under").await.unwrap();
+    assert_eq!(saved.as_ref(), Some(&made));
+    let mut request = Request::new(());
+    saved.unwrap().set_on(&mut request);
+    assert_eq!(request.headers()["idempotency-key"], made.as_str());
+}
+
+#[test]
+fn one_that_was_made_elsewhere_is_1_to_64_visible_ascii_characters() {
+    for fine in ["a", "5f0c6a1b-e7d2-4f4b", "!~{}\"\\", &"x".repeat(64)] {
+        let key: DownstreamKey = fine.parse().unwrap();
+        assert_eq!(
+            (key.as_str(), DownstreamKey::try_from(fine.to_owned())),
+            (fine, Ok(key.clone()))
+        );
+        let json = serde_json::to_string(&key).unwrap();
+        assert_eq!(json, serde_json::to_string(fine).unwrap());
+        assert_eq!(serde_json::from_str::<DownstreamKey>(&json).unwrap(), key);
+        let mut request = Request::new(());
+        key.set_on(&mut request);
+        assert_eq!(request.headers()["idempotency-key"], fine);
+    }
+    for wrong in [
+        "",
+        " ",
+        "two words",
+        "k\n",
+        "k\r\nx: y",
+        "\0",
+        "\x7f",
+        "é",
+        &"x".repeat(65),
+    ] {
+        let told = wrong.parse::<DownstreamKey>().unwrap_err();
+        assert_eq!(
+            told.to_string(),
+            "a downstream key is 1 to 64 visible ASCII characters"
+        );
+        let json = serde_json::to_string(wrong).unwrap();
+        let told = serde_json::from_str::<DownstreamKey>(&json)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            told.contains("1 to 64") && !told.contains("two words"),
+            "{told}"
+        );
     }
 }

@@ -323,3 +323,16 @@ fn a_secret_that_could_be_guessed_is_refused_and_not_shown() {
     assert!(said.contains("16 bytes") && !said.contains(short), "{said}");
     assert!(!shop.database().exists());
 }
+
+#[test]
+fn more_patience_than_a_resolver_may_have_is_refused() {
+    for wrong in ["0", "600001", "4294967295"] {
+        let shop = Shop::new();
+        let output = shop.command().env("PROVIDER_MS", wrong).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        let sentence = "two_step_charge: PROVIDER_MS must be a whole number from 1 to 600000\n";
+        assert_eq!(said, sentence);
+        assert!(!shop.database().exists());
+    }
+}

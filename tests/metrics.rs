@@ -19,18 +19,20 @@ use support::{
     puppet::Puppet,
     *,
 };
-use tokio::time::sleep;
+use tokio::{runtime, time::sleep};
 use tower::ServiceExt;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    Abandoned, AnyStore, IdempotencyLayer, IdempotentResponse, InFlight, MemoryStore, Recovery,
-    Retain, Scope, State, StoreFailure, Verdict,
-    store::Store,
+    Abandoned, AnyStore, Fingerprint, IdempotencyKey, IdempotencyLayer, IdempotentResponse,
+    InFlight, MemoryStore, RecordId, Recovery, Retain, Scope, State, StoreFailure, Verdict,
+    store::{Claim, ClaimRequest, Settled, Store},
     testing::{Fault, FaultyStore, Operation, Times},
 };
 
 const REQUESTS: &str = "idempotency_requests_total";
 const STORE_ERRORS: &str = "idempotency_store_errors_total";
+const ABANDONED: &str = "idempotency_abandoned_total";
+const RESOLVED: &str = "idempotency_resolved_total";
 const LATE: &str = "idempotency_records_late_total";
 const FAILED: &str = "idempotency_records_failed_total";
 const CLAIM_SECONDS: &str = "idempotency_claim_seconds";
@@ -204,7 +206,7 @@ async fn counters_match_what_was_answered_and_how_often_the_handler_ran() {
         }
         assert_eq!(told, counted);
         assert_eq!(
-            collected.by_label("idempotency_abandoned_total"),
+            collected.by_label(ABANDONED),
             [("panicked".to_owned(), 2)].into()
         );
 
@@ -444,6 +446,37 @@ async fn claims_handlers_and_completions_are_measured() {
     }
 }
 
+// A handler that panics or is aborted took its time as well; one that hangs shows among the runs.
+#[tokio::test]
+async fn runs_that_are_cut_off_are_measured() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let layer = layer(&store);
+        let app = router
+            .route_layer(layer.clone())
+            .layer(CatchPanicLayer::new());
+        let measured = || collected.histogram(HANDLER_SECONDS, &[]);
+        let answer = spawn(&app, post("panics", "A"));
+        puppet.next().await.panics("as the test wants");
+        answer.await.unwrap();
+        assert_eq!(measured().len(), 1);
+        let answer = spawn(&app, post("hangs", "A"));
+        let _run = puppet.next().await;
+        eventually("the run", || collected.gauge(RUNNING, &[]) == Some(1.0)).await;
+        sleep(Duration::from_millis(20)).await;
+        assert_eq!(measured().len(), 1);
+        layer.drain(Duration::ZERO).await;
+        answer.await.unwrap();
+        assert_eq!(measured().len(), 2);
+        assert!(measured()[1] >= 0.02, "{:?}", measured());
+        let abandoned = collected.by_label(ABANDONED);
+        let expected = [("panicked".to_owned(), 1), ("drained".to_owned(), 1)];
+        assert_eq!(abandoned, expected.into());
+    }
+}
+
 #[tokio::test]
 async fn batches_are_measured_by_database() {
     let real = RealTime::stores().await;
@@ -547,6 +580,70 @@ async fn the_age_of_the_heartbeat_grows_while_renewing_fails() {
     }
 }
 
+// While they are blocked nothing is shown, so what is shown afterwards has to tell.
+#[tokio::test]
+async fn blocked_threads_show_in_the_age_of_the_heartbeat_once_they_go_on() {
+    let (collected, _alone) = Collected::of_this_thread();
+    let store = World::memory().open().await;
+    let (router, mut puppet) = Puppet::new();
+    let app = router.route_layer(layer(&store).lease(Duration::from_millis(600)));
+    let age = || collected.gauge(HEARTBEAT_AGE, &[]).unwrap_or_default();
+    let answer = spawn(&app, post("a", "A"));
+    let run = puppet.next().await;
+    called(&store, Operation::Renew, 2).await;
+    for _ in 0..2 {
+        eventually("a third of the lease", || age() < 0.5).await;
+        std::thread::sleep(Duration::from_millis(1_200));
+        eventually("the gap", || age() >= 1.2).await;
+    }
+    eventually("the end of it", || age() < 0.5).await;
+    run.answers(201, "done");
+    answer.await.unwrap();
+}
+
+// A runtime that ends takes its runs with it, whatever it drops first.
+#[test]
+fn what_goes_on_is_nothing_once_the_runtime_has_ended() {
+    let (collected, _alone) = Collected::of_this_thread();
+    let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
+    let wait = InFlight::Wait(Duration::from_secs(30));
+    let layer = layer(&store).in_flight(wait).lease(Duration::from_secs(5));
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let shown = || [RUNNING, WAITING].map(|name| collected.gauge(name, &[]));
+    runtime.block_on(async {
+        let (router, mut puppet) = Puppet::new();
+        let app = router.route_layer(layer.clone());
+        // Before the background work has begun, and after that.
+        for key in ["a", "b"] {
+            spawn(&app, post(key, "A"));
+            drop(puppet.next().await.body);
+            spawn(&app, post(key, "A"));
+        }
+        eventually("the runs", || shown() == [Some(2.0); 2]).await;
+    });
+    drop(runtime);
+    assert_eq!(shown(), [Some(0.0); 2]);
+    assert_eq!(collected.gauge(HEARTBEAT_AGE, &[]), Some(0.0));
+    drop(layer);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recorder_that_is_installed_late_is_told_what_the_metrics_are() {
+    let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
+    let app = handler().behind(layer(&store));
+    send(&app, post("a", "A")).await;
+    sleep(Duration::from_secs(10)).await;
+    let (collected, _alone) = Collected::of_this_thread();
+    send(&app, post("b", "A")).await;
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(collected.counter(REQUESTS, &["status=executed"]), 1);
+    assert_eq!(collected.gauge(RUNNING, &[]), Some(0.0));
+    assert!(collected.is_described(REQUESTS) && collected.is_described(RUNNING));
+}
+
 #[tokio::test]
 async fn the_records_of_the_store_are_shown_by_state() {
     for world in World::each() {
@@ -628,6 +725,156 @@ async fn counting_takes_a_tenth_of_the_time_at_most() {
     assert_eq!(store.calls(Operation::Counts), 0);
 }
 
+// Clones share the background work, and each of them may have begun it.
+#[tokio::test(start_paused = true)]
+async fn records_are_counted_as_often_as_any_of_the_clones_wants_it() {
+    let (_collected, _alone) = Collected::of_this_thread();
+    let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
+    let never = layer(&store).count_records_every(Duration::MAX);
+    let often = never.clone().count_records_every(Duration::from_secs(1));
+    let never = handler().behind(never);
+    send(&never, post("a", "A")).await;
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(store.calls(Operation::Counts), 0);
+    let often = handler().behind(often);
+    send(&often, post("b", "A")).await;
+    sleep(Duration::from_secs(60)).await;
+    let counts = store.calls(Operation::Counts);
+    assert!((55..=125).contains(&counts), "{counts} counts in a minute");
+}
+
+// Drained and closed, as the operations chapter has it; the process lives on.
+#[tokio::test]
+async fn a_store_that_was_closed_is_no_trouble() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let (logs, _guard) = Logs::of_this_thread();
+        let store = world.open().await;
+        let layer = layer(&store)
+            .ttl(Duration::from_secs(5))
+            .count_records_every(Duration::from_millis(50));
+        let app = handler().behind(layer.clone());
+        send(&app, post("a", "A")).await;
+        called(&store, Operation::Counts, 1).await;
+        layer.drain(Duration::from_secs(1)).await;
+        store.close().await.unwrap();
+        let before = store.calls(Operation::Purge);
+        called(&store, Operation::Purge, before + 1).await;
+        // Once each of them has heard of it, nobody asks any more.
+        let asked = || [Operation::Purge, Operation::Counts].map(|of| store.calls(of));
+        let heard = asked();
+        sleep(Duration::from_millis(1_500)).await;
+        assert_eq!(asked(), heard);
+        assert_eq!(collected.counter(STORE_ERRORS, &[]), 0);
+        assert!(logs.loud("").is_empty(), "{:?}", logs.loud(""));
+    }
+}
+
+#[tokio::test]
+async fn what_was_resolved_is_counted_by_whoever_asked() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let (logs, _guard) = Logs::of_this_thread();
+        let store = world.open().await;
+        let layer = layer(&store).resolver(|abandoned: Abandoned| async move {
+            match abandoned.key().and_then(|key| key.as_str()) {
+                Some("answer" | "swept") => Verdict::answer((StatusCode::CREATED, "found")),
+                Some("not") => Verdict::DidNotHappen,
+                Some("panic") => panic!("as the test wants"),
+                _ => Verdict::Leave,
+            }
+        });
+        let keys = ["answer", "not", "panic", "leave", "swept", "by-hand"];
+        let app = Handler::answering(|seen| match seen.run {
+            ..=6 => panic!("as the test wants"),
+            _ => Response::builder().status(201).body(Body::empty()).unwrap(),
+        })
+        .behind(layer.clone())
+        .layer(CatchPanicLayer::new());
+        for key in keys {
+            send(&app, post(key, "A")).await;
+        }
+        assert_eq!(
+            collected.by_label(ABANDONED),
+            [("panicked".to_owned(), 6)].into()
+        );
+        for (key, status) in [
+            ("answer", 201),
+            ("not", 201),
+            ("panic", 409),
+            ("leave", 409),
+        ] {
+            assert_eq!(send(&app, post(key, "A")).await.status, status, "{key}");
+        }
+        let reconciler = layer.reconciler();
+        let by_hand = record(&store, "by-hand").await.unwrap();
+        let _ = reconciler
+            .resolve(&by_hand, Verdict::DidNotHappen)
+            .await
+            .unwrap();
+        let late = reconciler.resolve(&by_hand, Verdict::DidNotHappen).await;
+        assert_eq!(late.unwrap(), tower_idempotency::Resolved::Lost);
+        assert_eq!(reconciler.sweep().await.answered, 1);
+        for (by, verdict, times) in [
+            ("request", "answered", 1),
+            ("request", "did_not_happen", 1),
+            ("request", "panicked", 1),
+            ("request", "left", 1),
+            ("operator", "did_not_happen", 1),
+            ("operator", "lost", 1),
+            ("sweep", "answered", 1),
+        ] {
+            let labels = [&*format!("by={by}"), &*format!("verdict={verdict}")];
+            let counted = collected.counter(RESOLVED, &labels);
+            assert_eq!(counted, times, "{by} {verdict}");
+        }
+        // One event for each.
+        let all = logs.all();
+        let said = all.iter().filter(|event| event.text.contains("resolved"));
+        let counted = collected.counter(RESOLVED, &[]);
+        assert_eq!(u64::try_from(said.count()).unwrap(), counted);
+    }
+}
+
+#[tokio::test]
+async fn a_handler_that_gives_its_outcome_up_is_counted() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let store = world.open().await;
+        let app = Handler::answering(|_| {
+            let response = Response::builder().status(500).extension(Retain::Abandon);
+            response.body(Body::empty()).unwrap()
+        })
+        .behind(layer(&store));
+        assert_eq!(send(&app, post("a", "A")).await.status, 500);
+        let counted = collected.by_label(ABANDONED);
+        assert_eq!(counted, [("gave_up".to_owned(), 1)].into());
+        assert_eq!(state(&store, "a").await, Some(State::Abandoned));
+    }
+}
+
+// O2: the claim of unknown fate is the background's, until there is no more time.
+#[tokio::test]
+async fn a_claim_left_behind_that_cannot_be_settled_at_the_end_is_said_and_counted() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let (logs, _guard) = Logs::of_this_thread();
+        let store = world.open().await;
+        let layer = layer(&store).store_timeout(Duration::from_millis(300));
+        let app = handler().behind(layer.clone());
+        store.fail(Operation::Claim, Fault::HangAfter, Times::Once);
+        store.fail(Operation::Release, Fault::Before, Times::Always);
+        assert_eq!(send(&app, post("a", "A")).await.status, 503);
+        called(&store, Operation::Release, 2).await;
+        assert_eq!(collected.counter(FAILED, &[]), 0);
+        layer.drain(Duration::ZERO).await;
+        let said = logs.loud("idempotency record not written; the outcome");
+        assert_eq!(said.len(), 1);
+        assert!(said[0].text.contains("operation=\"release\""));
+        assert_eq!(collected.counter(FAILED, &[]), 1);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn nothing_is_counted_where_nobody_looks() {
     let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
@@ -643,4 +890,26 @@ async fn nothing_is_counted_where_nobody_looks() {
 #[should_panic(expected = "count_records_every must be longer than zero")]
 fn counting_without_a_pause_is_refused() {
     let _ = IdempotencyLayer::new(MemoryStore::new()).count_records_every(Duration::ZERO);
+}
+
+// After a crash and a restart there may be no request for a while.
+#[tokio::test]
+async fn a_running_reconciler_shows_what_is_abandoned_before_any_request() {
+    for world in World::each() {
+        let (collected, _alone) = Collected::of_this_thread();
+        let store = world.open().await;
+        let id = RecordId::new(Scope::shared(), IdempotencyKey::new("k"));
+        let claim = ClaimRequest::new(id, "exact-v1", Fingerprint::of(["A"]));
+        let Claim::Won(ticket) = store.claim(claim).await.unwrap() else {
+            panic!("a fresh key was not won");
+        };
+        assert_eq!(store.abandon(&ticket).await.unwrap(), Settled::Done);
+
+        let layer = layer(&store);
+        let sweeping = tokio::spawn(layer.reconciler().run());
+        let abandoned = || collected.gauge(RECORDS, &["state=abandoned"]);
+        eventually("the record", || abandoned() == Some(1.0)).await;
+        layer.drain(Duration::from_secs(1)).await;
+        sweeping.await.unwrap();
+    }
 }

@@ -18,7 +18,9 @@ use support::{puppet::Puppet, *};
 use tower::ServiceExt;
 use tower_http::{catch_panic::CatchPanicLayer, trace::TraceLayer};
 use tower_idempotency::{
-    IdempotencyLayer, IdempotentResponse, InFlight, Recovery, Retain, Scope, StoreFailure,
+    Abandoned, IdempotencyLayer, IdempotentResponse, InFlight, Recovery, Rejection, Retain, Scope,
+    StoreFailure, Verdict,
+    store::Inspect,
     testing::{Fault, Operation, Times},
 };
 use tracing::{
@@ -48,6 +50,7 @@ struct Seen {
 #[derive(Debug, Clone)]
 struct Told {
     level: Level,
+    target: &'static str,
     fields: Fields,
     /// The spans it happened in, the innermost first.
     spans: Vec<u64>,
@@ -151,6 +154,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> tracing_subscriber::Layer<S> for Ev
         let scope = context.event_scope(event).into_iter().flatten();
         let told = Told {
             level: *event.metadata().level(),
+            target: event.metadata().target(),
             fields: fields.0,
             spans: scope
                 .map(|span| span.extensions().get::<Number>().unwrap().0)
@@ -554,6 +558,9 @@ async fn a_request_id_that_shows_the_key_is_not_told() {
         ("req-k4-s3cret-1", "k4-s3cret", false),
         ("k5\\\\s3cret", "\"k5\\\\s3cret\"", false),
         ("k6\\s3cret", "\"k6\\\\s3cret\"", false),
+        // Too short to be looked for within an id.
+        ("\"9s3cret\"", "\"9s3cret\"", false),
+        ("\"0s3cret\";v=1", "\"0s3cret\";v=1", false),
         ("req-7", "k7-s3cret", true),
         ("k8", "k8-s3cret", true),
     ] {
@@ -601,4 +608,199 @@ async fn where_keys_and_request_ids_share_a_header_no_id_is_told() {
         everything.spans.lock().unwrap()
     );
     assert!(!told.contains("s3cret"), "{told}");
+}
+
+#[tokio::test]
+async fn a_malformed_key_that_is_sent_as_the_request_id_too_is_not_told() {
+    let (everything, _guard) = Everything::of_this_thread(everything);
+    let store = World::memory().open().await;
+    let app = speaking().behind(layer(&store));
+    for key in ["my s3cret key", "\"s3cret", "a,s3cret", "\"a\" \"s3cret\""] {
+        send(&app, named(key, "/", Some(key), "A")).await;
+        let told = last(&everything);
+        assert_eq!(told["code"], "idempotency_key_invalid", "{key}");
+        assert_eq!(told.get("request_id"), None, "{key}");
+    }
+    let told = format!("{:?}", everything.events.lock().unwrap());
+    assert!(!told.contains("s3cret"), "{told}");
+}
+
+// A layer around this one refuses by its own reasons, also requests with a good key.
+#[tokio::test]
+async fn a_refusal_on_a_services_own_account_does_not_tell_the_key_either() {
+    let (everything, _guard) = Everything::of_this_thread(everything);
+    let store = World::memory().open().await;
+    let layer = layer(&store);
+    for (id, key, shown) in [
+        ("order 17 of 9", "\"order 17 of 9\"", false),
+        ("\"order 17 of 9\"", "\"order 17 of 9\"", false),
+        ("req-1", "\"order 17 of 9\"", true),
+    ] {
+        let (head, _) = named(id, "/", Some(key), "A").into_parts();
+        let _ = layer.refusal(&head, &Rejection::Overloaded);
+        let told = last(&everything);
+        assert_eq!(told["status"], "overloaded");
+        assert_eq!(told.get("request_id").map(|id| &**id), shown.then_some(id));
+    }
+}
+
+/// What every event with this message says of the request it is about.
+fn ids_of(everything: &Everything, message: &str) -> Vec<Option<String>> {
+    let events = everything.events(message).into_iter();
+    let ids = events.map(|told| {
+        assert!(told.level <= Level::WARN || message.ends_with("resolved"));
+        told.fields.get("request_id").cloned()
+    });
+    ids.collect()
+}
+
+fn some(ids: &[&str]) -> Vec<Option<String>> {
+    ids.iter().map(|id| Some((*id).to_owned())).collect()
+}
+
+// Where spans are filtered out, a line by itself must lead to the request.
+#[tokio::test]
+async fn what_goes_wrong_with_a_run_is_said_with_the_id_of_its_request() {
+    for world in World::each() {
+        let (everything, _guard) = Everything::of_this_thread(everything);
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let layer = layer(&store).store_timeout(Duration::from_millis(300));
+        let app = router
+            .route_layer(layer.clone())
+            .layer(CatchPanicLayer::new());
+        let begun =
+            |id: &'static str, key: &'static str| spawn(&app, named(id, "/", Some(key), "A"));
+        // Cut off.
+        let answer = begun("panics", "a");
+        puppet.next().await.panics("as the test wants");
+        answer.await.unwrap();
+        let answer = begun("gives-up", "b");
+        let gives_up = Response::builder().extension(Retain::Abandon);
+        puppet
+            .next()
+            .await
+            .answers_with(gives_up.body(Body::empty()).unwrap());
+        answer.await.unwrap();
+        // Taken away.
+        let answer = begun("is-too-late", "c");
+        let run = puppet.next().await;
+        let taken = record(&store, "c").await.unwrap().id;
+        assert!(store.inner().forget(&taken).await.unwrap());
+        run.answers(201, "done");
+        answer.await.unwrap();
+        // Not recorded in time, and then not at all.
+        store.fail(Operation::Complete, Fault::Before, Times::Always);
+        let answer = begun("is-forgotten", "d");
+        puppet.next().await.answers(201, "done");
+        answer.await.unwrap();
+        // The key is the id, which is nobody's business.
+        let answer = begun("e-s3cret-e", "e-s3cret-e");
+        puppet.next().await.panics("as the test wants");
+        answer.await.unwrap();
+        let answer = begun("is-stopped", "f");
+        let _run = puppet.next().await;
+        layer.drain(Duration::ZERO).await;
+        answer.await.unwrap();
+
+        let mut abandoned = some(&["panics", "gives-up"]);
+        abandoned.extend([None, Some("is-stopped".to_owned())]);
+        let heard = |message| ids_of(&everything, message);
+        assert_eq!(
+            heard("idempotent run abandoned; its outcome is unknown"),
+            abandoned
+        );
+        assert_eq!(
+            heard("idempotency claim lost; the answer of this run is not recorded"),
+            some(&["is-too-late"])
+        );
+        for message in [
+            "idempotency record not written within store_timeout; trying on in the background",
+            "idempotency record not written; the outcome of this run will count as unknown",
+        ] {
+            assert_eq!(heard(message), some(&["is-forgotten"]), "{message}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_sweep_says_whose_runs_it_asked_about() {
+    for world in World::each() {
+        let (everything, _guard) = Everything::of_this_thread(everything);
+        let store = world.open().await;
+        let layer = layer(&store).resolver(|abandoned: Abandoned| async move {
+            match abandoned.key().and_then(|key| key.as_str()) {
+                Some("done") => Verdict::answer("found"),
+                _ => Verdict::Leave,
+            }
+        });
+        let app = Handler::answering(|_| panic!("as the test wants"))
+            .behind(layer.clone())
+            .layer(CatchPanicLayer::new());
+        for (id, key) in [("r1", "done"), ("r2", "left"), ("e-s3cret-e", "e-s3cret-e")] {
+            send(&app, named(id, "/", Some(key), "A")).await;
+        }
+        let swept = layer.reconciler().sweep().await;
+        assert_eq!((swept.answered, swept.left), (1, 2));
+        assert_eq!(
+            ids_of(&everything, "idempotent run resolved"),
+            some(&["r1"])
+        );
+        let mut not_resolved = ids_of(&everything, "idempotent run not resolved");
+        not_resolved.sort();
+        assert_eq!(not_resolved, [None, Some("r2".to_owned())]);
+    }
+}
+
+// Targets are what operators filter by.
+#[tokio::test]
+async fn a_record_that_cannot_be_listed_is_said_where_everything_is_said() {
+    for world in World::durable() {
+        let (everything, _guard) = Everything::of_this_thread(everything);
+        let store = world.open().await;
+        let app = speaking()
+            .behind(layer(&store))
+            .layer(CatchPanicLayer::new());
+        for key in ["s3cret-1", "s3cret-2"] {
+            send(&app, named("id", "/panic", Some(key), "A")).await;
+        }
+        world
+            .tamper("UPDATE idempotency_records SET mode = 9")
+            .await;
+        assert!(store.inner().abandoned(None, 10).await.unwrap().is_empty());
+        let said = everything.events("an abandoned record cannot be read");
+        assert_eq!(said.len(), 2);
+        for told in said {
+            assert_eq!(told.level, Level::WARN);
+            assert_eq!(told.fields["operation"], "abandoned");
+        }
+        let all = everything.events.lock().unwrap().clone();
+        let ours = |told: &&Told| told.target.starts_with("tower_idempotency");
+        for told in all.iter().filter(ours) {
+            assert_eq!(told.target, "tower_idempotency::observe", "{told:?}");
+        }
+        assert!(!format!("{all:?}").contains("s3cret"));
+    }
+}
+
+// The client has gone, so the span around the layer is all there is to be told.
+#[tokio::test]
+async fn a_run_without_its_client_tells_the_span_around_the_layer() {
+    let (everything, _guard) = Everything::of_this_thread(others);
+    let store = World::memory().open().await;
+    let (router, mut puppet) = Puppet::new();
+    let trace = TraceLayer::new_for_http().make_span_with(|_: &Request<Body>| {
+        tracing::info_span!("around", idempotency.status = Empty)
+    });
+    let app = router.route_layer(layer(&store)).layer(trace);
+    let client = tokio::spawn(app.oneshot(post_to("/", "k")));
+    let run = puppet.next().await;
+    client.abort();
+    assert!(client.await.unwrap_err().is_cancelled());
+    run.answers(201, "done");
+    eventually("the decision", || {
+        let around = &everything.spans("around")[0];
+        around.fields.get("idempotency.status").map(String::as_str) == Some("executed")
+    })
+    .await;
 }

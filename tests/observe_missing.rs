@@ -226,6 +226,8 @@ async fn the_request_is_named_by_its_id() {
         ("\"k3y-s3cret", b"\"k3y-s3cret", false),
         ("for-k3y-s3cret", b"k3y-s3cret,", false),
         ("k3y-s3cret", b"other, k3y-s3cret", false),
+        ("my s3cret key", b"my s3cret key", false),
+        ("\"s3cret", b"\"s3cret", false),
         ("s3cret", b"s3cret;", false),
         ("req-s3cret", b"s3cret;", true), // too short to mean anything
         ("req-2", b"", true),
@@ -239,6 +241,34 @@ async fn the_request_is_named_by_its_id() {
             "{said}"
         );
     }
+}
+
+// Routes and routers may each have a layer.
+#[tokio::test]
+async fn a_request_that_passes_several_layers_is_said_once() {
+    let (logs, _guard) = Logs::of_this_thread();
+    let store = World::memory().open().await;
+    let handler = Handler::new();
+    let inner = handler.behind(observing(&store));
+    let app = inner.layer(observing(&store)).layer(observing(&store));
+    for (at, request) in [lines("POST", &[]), lines("POST", MALFORMED[0])]
+        .into_iter()
+        .enumerate()
+    {
+        assert_eq!(send(&app, request).await.status, 201);
+        assert_eq!((passed(&logs).len(), handler.effects()), (at + 1, at + 1));
+    }
+}
+
+#[tokio::test]
+async fn keyless_requests_pass_while_the_layer_drains_and_keyed_ones_are_refused() {
+    let store = World::memory().open().await;
+    let layer = observing(&store);
+    let app = Handler::new().behind(layer.clone());
+    layer.drain(std::time::Duration::ZERO).await;
+    assert_eq!(send(&app, lines("POST", &[])).await.status, 201);
+    let refused = send(&app, post("k", "A")).await;
+    assert_eq!(refused.code(), "idempotency_overloaded");
 }
 
 // Like a request to which no key applies, a transaction of its own included.
@@ -313,9 +343,14 @@ async fn each_is_counted_by_what_is_wrong() {
         }
         let expected = [("missing".to_owned(), 3), ("invalid".to_owned(), 8)];
         assert_eq!(collected.by_label(UNKEYED), expected.into());
+        // Of one that passes several layers, the outermost counts.
+        let app = app.layer(observing(&store));
+        send(&app, lines("POST", &[])).await;
+        let expected = [("missing".to_owned(), 4), ("invalid".to_owned(), 8)];
+        assert_eq!(collected.by_label(UNKEYED), expected.into());
         // No decision was made on them.
         let decided = collected.by_label("idempotency_requests_total");
         assert_eq!(decided, [("executed".to_owned(), 1)].into());
-        assert_eq!(handler.effects(), 3 + 8 + 3);
+        assert_eq!(handler.effects(), 3 + 8 + 3 + 1);
     }
 }

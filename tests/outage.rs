@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use axum::{body::Body, http::Request};
+use axum::{
+    body::Body,
+    http::{Request, StatusCode},
+};
 use support::{
     logs::{Logged, Logs},
     puppet::Puppet,
@@ -21,8 +24,8 @@ use tokio::time::{sleep, timeout};
 use tower::{Layer, ServiceExt};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    AnyStore, IdempotencyLayer, IdempotencyStatus, IdempotentResponse, MemoryStore, Recovery,
-    SqliteStore, State, StoreFailure,
+    Abandoned, AnyStore, IdempotencyLayer, IdempotencyStatus, IdempotentResponse, InFlight,
+    MemoryStore, Recovery, SqliteStore, State, StoreFailure, Verdict,
     store::Store,
     testing::{FakeClock, Fault, FaultyStore, Operation, Times},
 };
@@ -54,6 +57,96 @@ async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
         sleep(Duration::from_millis(2)).await;
     }
     panic!("{:?}, not {expected:?}", state(store, key).await);
+}
+
+/// Waits in this process for a run that goes on in another one.
+fn waiting(store: &TestStore, bound: Duration) -> IdempotencyLayer<TestStore> {
+    layer(store)
+        .in_flight(InFlight::Wait(bound))
+        .store_failure(StoreFailure::RunUnprotected)
+}
+
+every_store! {
+    // O1: unprotected is for those of whose key nothing is known.
+    async fn those_who_wait_for_a_run_never_run_unprotected_beside_it(world: World) {
+        const WAITERS: usize = 5;
+        let (there, store) = (world.open().await, world.open().await);
+        let (router, mut puppet) = Puppet::new();
+        let other = router.clone().route_layer(layer(&there));
+        let here = router.route_layer(waiting(&store, LEASE));
+        let first = spawn(&other, post("k", "A"));
+        let run = puppet.next().await;
+        let waiters: Vec<_> = (0..WAITERS).map(|_| spawn(&here, post("k", "A"))).collect();
+        called(&store, Operation::Claim, 2 * WAITERS).await;
+        // Until each look of a while has failed for good.
+        let calls = store.calls(Operation::Claim);
+        store.fail(Operation::Claim, Fault::Before, Times::Always);
+        called(&store, Operation::Claim, calls + 9).await;
+        store.clear();
+        run.answers(201, "done");
+        let first = first.await.unwrap();
+        for waiter in waiters {
+            waiter.await.unwrap().assert_replays(&first);
+        }
+        assert_eq!(puppet.begun(), 1);
+    }
+
+    // The same to the end of the wait.
+    async fn a_wait_that_ends_while_the_store_is_away_ends_in_409(world: World) {
+        let (there, store) = (world.open().await, world.open().await);
+        let (router, mut puppet) = Puppet::new();
+        let other = router.clone().route_layer(layer(&there));
+        let here = router.route_layer(waiting(&store, Duration::from_millis(300)));
+        let _first = spawn(&other, post("k", "A"));
+        let _run = puppet.next().await;
+        let waiter = spawn(&here, post("k", "A"));
+        called(&store, Operation::Claim, 2).await;
+        store.fail(Operation::Claim, Fault::Before, Times::Always);
+        assert_eq!(waiter.await.unwrap().said(), (409, IN_FLIGHT.to_owned()));
+        assert_eq!(puppet.begun(), 1);
+    }
+
+    // A run that was cut off may have had its effect: whether nobody knows, or somebody has just found out.
+    async fn after_a_run_that_was_cut_off_nothing_runs_unprotected(world: World) {
+        for (key, resolves, recovery) in [
+            ("left", true, Recovery::Refuse),
+            ("answered", true, Recovery::Refuse),
+            ("rerun", false, Recovery::rerun()),
+        ] {
+            let store = world.open().await;
+            let (router, mut puppet) = Puppet::new();
+            let base = layer(&store).recovery(recovery).store_failure(StoreFailure::RunUnprotected);
+            let asked = Arc::new(AtomicUsize::new(0));
+            let count = asked.clone();
+            let layer = match resolves {
+                false => base,
+                true => base.resolver(move |_: Abandoned| {
+                    count.fetch_add(1, Ordering::SeqCst);
+                    async move {
+                        match key {
+                            "left" => Verdict::Leave,
+                            _ => Verdict::answer((StatusCode::CREATED, "paid")),
+                        }
+                    }
+                }),
+            };
+            let app = router.route_layer(layer).layer(CatchPanicLayer::new());
+            let first = spawn(&app, post(key, "A"));
+            puppet.next().await.panics("as the test wants");
+            assert_eq!(first.await.unwrap().status, 500);
+            // The first look works, and none after that.
+            store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
+            store.fail(Operation::Claim, Fault::Before, Times::Always);
+            let answer = send(&app, post(key, "A")).await;
+            match key {
+                "answered" => assert_eq!((&answer.body[..], answer.replay), (&b"paid"[..], true)),
+                _ => assert_eq!(answer.said(), (503, UNAVAILABLE.to_owned()), "{key}"),
+            }
+            assert_eq!(asked.load(Ordering::SeqCst), usize::from(resolves));
+            assert_eq!(puppet.begun(), 1, "{key}");
+            store.clear();
+        }
+    }
 }
 
 every_store! {

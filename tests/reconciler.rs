@@ -6,6 +6,8 @@ mod support;
 mod by_hand;
 #[path = "reconciler/crowd.rs"]
 mod crowd;
+#[path = "reconciler/left.rs"]
+mod left;
 #[path = "reconciler/running.rs"]
 mod running;
 #[path = "reconciler/said.rs"]

@@ -53,6 +53,46 @@ fn crashes_then(
     (Router::new().route("/charges", any(handler)), runs)
 }
 
+/// What may be taken over.
+const LEFT: [(&str, State); 2] = [("r", State::Released), ("a", State::Abandoned)];
+
+/// How a claim on it is undone.
+fn undo(left: State) -> Operation {
+    match left {
+        State::Released => Operation::Release,
+        _ => Operation::Abandon,
+    }
+}
+
+/// A record whose first run failed after a step, or was cut off; two of the latter are allowed.
+async fn left_as(store: &TestStore, key: &str, left: State) -> (Router, Puppet) {
+    let (router, mut puppet) = Puppet::new();
+    let layer = layer(store)
+        .retention(Retention::successes_only())
+        .recovery(Recovery::Rerun { max_attempts: 2 });
+    let app = router.route_layer(layer).layer(CatchPanicLayer::new());
+    let first = spawn(&app, post(key, "A"));
+    let run = puppet.next().await;
+    run.owner().checkpoint("step", &1).await.unwrap();
+    match left {
+        State::Released => run.answers(503, "down"),
+        _ => run.panics("as the test wants"),
+    }
+    assert!(first.await.unwrap().status.is_server_error());
+    assert_eq!(state(store, key).await, Some(left));
+    (app, puppet)
+}
+
+/// Nothing has run since, and nothing has counted.
+async fn goes_on_as_the_second(app: &Router, key: &str, puppet: &mut Puppet) {
+    assert_eq!(puppet.begun(), 1);
+    let sent = spawn(app, post(key, "A"));
+    let run = puppet.next().await;
+    assert_eq!(run.owner().attempt(), 2);
+    run.answers(201, "done");
+    assert_eq!(sent.await.unwrap().status, 201);
+}
+
 every_store! {
     // A provider that has not answered: the handler says so, and nothing is replayed or run again by itself.
     async fn a_handler_may_leave_its_outcome_to_recovery(world: World) {
@@ -117,14 +157,34 @@ every_store! {
             .route_layer(layer(&store).recovery(Recovery::rerun()))
             .layer(CatchPanicLayer::new());
         assert_eq!(send(&app, post("k", "A")).await.status, 500);
-        for run in 2..=3 {
+        // It has ended, so it does not count as one that was cut off.
+        for run in 2..=5 {
             assert_eq!(send(&app, post("k", "A")).await.status, 429);
             assert_eq!(state(&store, "k").await, Some(State::Abandoned));
             assert_eq!(send(&app, post("k", "B")).await.said(), (409, REUSED.to_owned()));
             assert_eq!(runs.load(Ordering::SeqCst), run);
         }
+        assert_eq!(record(&store, "k").await.unwrap().attempt, 1);
+    }
+
+    // Y3: a handler that leaves its outcome open has ended, too.
+    async fn what_a_handler_leaves_open_does_not_count(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let layer = layer(&store).recovery(Recovery::Rerun { max_attempts: 2 });
+        let app = router.route_layer(layer).layer(CatchPanicLayer::new());
+        for attempt in [1, 2, 2, 2] {
+            let sent = spawn(&app, post("k", "A"));
+            let run = puppet.next().await;
+            assert_eq!(run.owner().attempt(), attempt);
+            run.answers_with((StatusCode::GATEWAY_TIMEOUT, Retain::Abandon, "").into_response());
+            assert_eq!(sent.await.unwrap().status, 504);
+            assert_eq!(state(&store, "k").await, Some(State::Abandoned));
+        }
+        let sent = spawn(&app, post("k", "A"));
+        puppet.next().await.panics("as the test wants");
+        assert_eq!(sent.await.unwrap().status, 500);
         assert_eq!(send(&app, post("k", "A")).await.said(), (409, UNKNOWN.to_owned()));
-        assert_eq!(runs.load(Ordering::SeqCst), 3);
     }
 
     // E2: a handler that says so knows about the earlier run too.
@@ -139,27 +199,68 @@ every_store! {
         assert_eq!(state(&store, "k").await, None);
     }
 
-    // Y3: a takeover for a caller that is gone runs, or it would use up an attempt for nothing.
-    async fn a_takeover_whose_caller_is_gone_runs_all_the_same(world: World) {
-        let store = world.open().await;
-        let (router, mut puppet) = Puppet::new();
-        let app = router
-            .route_layer(layer(&store).recovery(Recovery::Rerun { max_attempts: 2 }))
-            .layer(CatchPanicLayer::new());
-        let first = spawn(&app, post("k", "A"));
-        puppet.next().await.panics("as the test wants");
-        assert_eq!(first.await.unwrap().status, 500);
+    // Y3: a takeover for a caller that is gone is given back, and uses no attempt up.
+    async fn a_takeover_whose_caller_is_gone_does_not_count(world: World) {
+        for (key, left) in LEFT {
+            let store = world.open().await;
+            let (app, mut puppet) = left_as(&store, key, left).await;
+            for gone in 1..=3 {
+                let claims = store.calls(Operation::Claim);
+                // The first look, then the takeover.
+                store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
+                store.fail(Operation::Claim, Fault::DelayAfter(Duration::from_millis(50)), Times::Once);
+                let leaves = spawn(&app, post(key, "A"));
+                called(&store, Operation::Claim, claims + 2).await;
+                leaves.abort();
+                called(&store, undo(left), gone + 1).await;
+                comes_to(&store, key, Some(left)).await;
+            }
+            goes_on_as_the_second(&app, key, &mut puppet).await;
+        }
+    }
 
-        store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
-        store.fail(Operation::Claim, Fault::DelayAfter(Duration::from_millis(100)), Times::Once);
-        let leaves = spawn(&app, post("k", "A"));
-        called(&store, Operation::Claim, 3).await;
-        leaves.abort();
-        puppet.next().await.answers(201, "done");
-        comes_to(&store, "k", Some(State::Completed)).await;
-        let retry = send(&app, post("k", "A")).await;
-        assert_eq!((retry.status.as_u16(), retry.replay), (201, true));
-        assert_eq!(puppet.begun(), 2);
+    // C3, Y3: so is one of which nobody knows whether it took place.
+    async fn a_takeover_of_unknown_fate_does_not_count(world: World) {
+        for (at, fault) in [0, 1, 2, 3].into_iter().zip([Fault::After, Fault::HangAfter].repeat(2)) {
+            let (left, key) = (LEFT[at / 2].1, &*format!("k-{at}"));
+            let store = world.open().await;
+            let (app, mut puppet) = left_as(&store, key, left).await;
+            for gone in 1..=3 {
+                store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
+                store.fail(Operation::Claim, fault, Times::Next(3));
+                assert_eq!(send(&app, post(key, "A")).await.said(), (503, UNAVAILABLE.to_owned()));
+                called(&store, undo(left), gone + 1).await;
+                store.clear();
+                comes_to(&store, key, Some(left)).await;
+            }
+            goes_on_as_the_second(&app, key, &mut puppet).await;
+        }
+    }
+
+    // Shutdown, Y3: a rerun that was told to stop before it began does not count; one that had begun does.
+    async fn a_rerun_that_a_drain_stops_counts_once_it_has_begun(world: World) {
+        let store = world.open().await;
+        let (_, _puppet) = left_as(&store, "k", State::Abandoned).await;
+        for (begins, attempt) in [(false, 1), (true, 2)] {
+            let (router, mut puppet) = Puppet::new();
+            let layer = layer(&store).recovery(Recovery::rerun()).store_timeout(Duration::from_secs(5));
+            let app = router.route_layer(layer.clone());
+            if !begins {
+                store.fail(Operation::Claim, Fault::DelayBefore(Duration::ZERO), Times::Once);
+                store.fail(Operation::Claim, Fault::DelayAfter(Duration::from_millis(200)), Times::Once);
+            }
+            let claims = store.calls(Operation::Claim);
+            let asked = spawn(&app, post("k", "A"));
+            called(&store, Operation::Claim, claims + 2).await;
+            if begins {
+                let _run = puppet.next().await;
+            }
+            let drained = layer.drain(Duration::from_millis(20)).await;
+            assert_eq!((drained.aborted, drained.left, puppet.begun()), (1, 0, usize::from(begins)));
+            assert!([409, 503].contains(&asked.await.unwrap().status.as_u16()));
+            let record = record(&store, "k").await.unwrap();
+            assert_eq!((record.state, record.attempt), (State::Abandoned, attempt));
+        }
     }
 
     // L2, L10: the process that runs it knows better than a lease that lapsed.

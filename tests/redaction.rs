@@ -391,3 +391,55 @@ async fn a_store_that_cannot_be_opened_does_not_show_what_is_in_its_file() {
     ));
     assert_redacted("the store", &format!("{store:?}"));
 }
+
+/// A client that has one value for everything.
+fn of_one_value(value: &str) -> Request {
+    let mut request = post(value, "A");
+    let id = HeaderValue::from_str(value).unwrap();
+    request.headers_mut().insert("x-request-id", id);
+    request
+}
+
+every_store! {
+    async fn a_key_that_is_the_requests_id_too_is_not_kept_as_one(world: World) {
+        let store = world.open().await;
+        let layer = IdempotencyLayer::new(store.clone()).single_tenant();
+        let app = Handler::new().behind(layer.clone());
+        let quoted = format!("\"{KEY}-quoted\"");
+        for (sent, key) in [(KEY, KEY), (&*quoted, &quoted[1..quoted.len() - 1])] {
+            assert_eq!(send(&app, of_one_value(sent)).await.status, 201);
+            let found = record(&store, key).await.unwrap();
+            assert_eq!(found.request_id, None);
+            assert_redacted("a record", &format!("{found:?}"));
+        }
+        // Nor is any where keys and ids come from one header.
+        let one = Handler::new().behind(layer.request_id_header("idempotency-key".parse().unwrap()));
+        assert_eq!(send(&one, post("another", "A")).await.status, 201);
+        assert_eq!(record(&store, "another").await.unwrap().request_id, None);
+        // Any other id is kept.
+        let mut request = post("third", "A");
+        request.headers_mut().insert("x-request-id", HeaderValue::from_static("req-3"));
+        send(&app, request).await;
+        let found = record(&store, "third").await.unwrap();
+        assert_eq!(found.request_id.as_deref(), Some("req-3"));
+    }
+}
+
+#[cfg(all(feature = "multipart", feature = "sealing"))]
+#[tokio::test]
+async fn under_hashed_names_a_key_that_is_the_requests_id_too_is_not_in_the_store() {
+    for world in World::durable() {
+        let keys = SealingKeys::new("k", [7; 32]).hash_ids([9; 32]);
+        let store = SealedStore::open(world.open().await, keys).await.unwrap();
+        let app = Handler::new().behind(IdempotencyLayer::new(store.clone()).single_tenant());
+        for sent in [KEY.to_owned(), format!("\"{KEY}-quoted\"")] {
+            assert_eq!(send(&app, of_one_value(&sent)).await.status, 201);
+            assert!(send(&app, of_one_value(&sent)).await.replay);
+        }
+        store.close().await.unwrap();
+        let raw = world.raw().await.unwrap();
+        assert!(!raw.is_empty());
+        let found = raw.windows(KEY.len()).any(|part| part == KEY.as_bytes());
+        assert!(!found, "the key is in the store");
+    }
+}

@@ -2,10 +2,16 @@
 
 mod support;
 
+#[path = "resolving/answered.rs"]
+mod answered;
 #[path = "resolving/failing.rs"]
 mod failing;
 #[path = "resolving/leaving.rs"]
 mod leaving;
+#[path = "resolving/left.rs"]
+mod left;
+#[path = "resolving/places.rs"]
+mod places;
 #[path = "resolving/rivals.rs"]
 mod rivals;
 #[path = "resolving/verdicts.rs"]
@@ -22,6 +28,7 @@ use tower_idempotency::{IdempotencyLayer, Resolver, State, Verdict};
 const IN_FLIGHT: &str = "idempotency_in_flight";
 const UNKNOWN: &str = "idempotency_outcome_unknown";
 const REUSED: &str = "idempotency_key_reused";
+const OVERLOADED: &str = "idempotency_overloaded";
 const UNAVAILABLE: &str = "idempotency_store_unavailable";
 const NOT_RETAINED: &str = "idempotency_response_not_retained";
 const LEASE: Duration = Duration::from_secs(30);

@@ -41,3 +41,5 @@ mod ownership;
 #[path = "transactions/slow_commits.rs"]
 mod slow_commits;
 mod support;
+#[path = "transactions/swept.rs"]
+mod swept;

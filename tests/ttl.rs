@@ -406,3 +406,21 @@ async fn the_records_of_many_requests_are_forgotten_when_the_requests_end() {
     })
     .await;
 }
+
+// Clones share the background work, and each of them may have begun it.
+#[tokio::test(start_paused = true)]
+async fn the_store_is_purged_as_often_as_any_of_the_clones_wants_it() {
+    let store = FaultyStore::new(AnyStore::new(MemoryStore::new()));
+    let rarely = layer(&store).ttl(24 * HOUR);
+    let often = rarely.clone().ttl(SECOND);
+    let handler = Handler::new();
+    let rarely = handler.behind(rarely);
+    send(&rarely, post("a", "A")).await;
+    sleep(60 * SECOND).await;
+    let before = store.calls(Operation::Purge);
+    let often = handler.behind(often);
+    send(&often, post("b", "A")).await;
+    sleep(60 * SECOND).await;
+    let purges = store.calls(Operation::Purge) - before;
+    assert!((55..=125).contains(&purges), "{purges} purges in a minute");
+}

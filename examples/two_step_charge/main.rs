@@ -3,9 +3,9 @@
 //!
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (two_step_charge.db; the
 //! provider has a file of its own beside it), `LEASE_MS` (30000), `SWEEP_MS` (1000: how often charges that were
-//! cut off are looked after), `PROVIDER_MS` (10000: how long the provider may take to answer), `GRACE_MS`
-//! (20000: how long runs may take to end at shutdown), `DOWNSTREAM_SECRET` (one that is good for a
-//! demonstration only), `RUST_LOG` (warn).
+//! cut off are looked after), `PROVIDER_MS` (10000, at most 600000: how long the provider may take to
+//! answer), `GRACE_MS` (20000: how long runs may take to end at shutdown), `DOWNSTREAM_SECRET` (one that is good
+//! for a demonstration only), `RUST_LOG` (warn).
 //!
 //! For drills: `STEP_MS` (0: how long to stop after each step) and `KILL_AT` (never), which ends the process the
 //! first time it gets there: `before-provider`, `after-provider`, `before-settle`, `before-record`, or
@@ -50,6 +50,9 @@ const CONNECTION_GRACE: Duration = Duration::from_secs(2);
 const DEMONSTRATION: &str = "no secret, for a demonstration";
 const FROM_0: &str = "a whole number from 0";
 const FROM_1: &str = "a whole number from 1";
+/// A resolver makes two calls, and may take an hour at most.
+const MOST_PATIENCE: u32 = 600_000;
+const PATIENCE: &str = "a whole number from 1 to 600000";
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -69,7 +72,10 @@ async fn serve() -> Result<(), Failure> {
     let database: String = variable("DATABASE", "two_step_charge.db", "the path of a file")?;
     let lease = variable("LEASE_MS", "30000", FROM_1)?;
     let sweep = variable("SWEEP_MS", "1000", FROM_1)?;
-    let patience = variable("PROVIDER_MS", "10000", FROM_1)?;
+    let patience: NonZeroU32 = variable("PROVIDER_MS", "10000", PATIENCE)?;
+    if patience.get() > MOST_PATIENCE {
+        return Err(Failure(2, format!("PROVIDER_MS must be {PATIENCE}")));
+    }
     let grace: u32 = variable("GRACE_MS", "20000", FROM_0)?;
     let secret: String = variable("DOWNSTREAM_SECRET", DEMONSTRATION, "a text")?;
     if secret.len() < 16 {

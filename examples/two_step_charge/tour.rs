@@ -30,13 +30,13 @@ curl PROVIDER
 
 # Kill it at a point of your choice: stop this one with Ctrl-C, start
 #   KILL_AT=before-provider LEASE_MS=3000 cargo run --example two_step_charge
-# and send an order. The process dies, and curl gets an empty reply.
+# and send an order, under a fresh key for every point. The process dies, and curl gets an empty reply.
 SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges
 # Start it again without KILL_AT. For three seconds, the lease of the dead one, a retry is told that the first
 # attempt is in flight. Then the next sweep, a second later at most, asks the provider and closes the record.
 sleep 5
 SEND shop' -H 'KEY: c-3' -d '{"amount_minor":700,"currency":"THB"}' URL/charges
-curl PROVIDER
+# How many charges there are: `curl` what the new process prints for the provider, which has another port now.
 # before-provider: the provider knows of nothing, so the retry runs and charges: 201, unmarked.
 # after-provider:  charged, and nobody here knows: the provider tells, and the retry gets 201, replayed.
 # before-settle:   the same from a checkpoint, and the provider is not even asked.

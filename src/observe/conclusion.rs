@@ -1,21 +1,29 @@
 //! What came of asking about a run that was cut off.
 
-use super::TARGET;
+use super::{Observed, TARGET};
 
 /// It was found out what a run did that was cut off, or it was not.
-pub(crate) fn resolved(by: By, concluded: Concluded, attempt: u32) {
+pub(crate) fn resolved(by: By, concluded: Concluded, attempt: u32, observed: &Observed) {
     let (by, verdict) = (by.as_str(), concluded.as_str());
     #[cfg(feature = "metrics")]
     super::metrics::resolved(verdict, by);
+    macro_rules! tell {
+        ($level:ident, $what:literal) => {
+            tracing::$level!(
+                target: TARGET,
+                by,
+                verdict,
+                attempt,
+                request_id = observed.request_id(),
+                $what
+            )
+        };
+    }
     match concluded {
-        Concluded::Answered | Concluded::DidNotHappen => {
-            tracing::info!(target: TARGET, by, verdict, attempt, "idempotent run resolved");
-        }
+        Concluded::Answered | Concluded::DidNotHappen => tell!(info, "idempotent run resolved"),
         // Somebody else is at it, or was.
-        Concluded::Lost => {
-            tracing::debug!(target: TARGET, by, verdict, attempt, "idempotent run not resolved")
-        }
-        _ => tracing::warn!(target: TARGET, by, verdict, attempt, "idempotent run not resolved"),
+        Concluded::Lost => tell!(debug, "idempotent run not resolved"),
+        _ => tell!(warn, "idempotent run not resolved"),
     }
 }
 

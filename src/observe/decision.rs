@@ -110,8 +110,16 @@ impl Unkeyed {
     }
 }
 
-/// A request without a key, or with a malformed one, passes where it would be refused otherwise.
-pub(crate) fn unkeyed<B>(options: &Options, request: &Request<B>, rejection: &Rejection) {
+/// Said of a request by the outermost layer that lets it pass.
+#[derive(Clone)]
+struct Said;
+
+/// A request without a key, or with a malformed one, passes where it would be refused otherwise. That is said
+/// once, however many layers it passes.
+pub(crate) fn unkeyed<B>(options: &Options, request: &mut Request<B>, rejection: &Rejection) {
+    if request.extensions_mut().insert(Said).is_some() {
+        return;
+    }
     let problem = match rejection {
         Rejection::KeyRequired => Unkeyed::Missing,
         _ => Unkeyed::Invalid,

@@ -25,7 +25,14 @@ fn enlist(live: &Weak<Live>) {
 /// them is the last.
 pub(crate) async fn show(live: Weak<Live>) {
     enlist(&live);
+    metrics::describe();
+    let mut collected = metrics::is_collected();
     loop {
+        // Whoever collects may have come later than the first request.
+        let before = std::mem::replace(&mut collected, metrics::is_collected());
+        if collected && !before {
+            metrics::describe();
+        }
         sample();
         tokio::time::sleep(SAMPLED_EVERY).await;
     }

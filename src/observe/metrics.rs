@@ -1,6 +1,9 @@
 //! Every metric and its labels. All labels are from short lists that are known beforehand.
 
-use std::{sync::Once, time::Duration};
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use metrics::{Counter, Key, Label, Level, Metadata, Unit, with_recorder};
 
@@ -95,9 +98,11 @@ pub(super) fn decided(status: IdempotencyStatus) {
 }
 
 pub(super) fn unkeyed(problem: Unkeyed) {
-    static DESCRIBED: Once = Once::new();
+    static DESCRIBED: AtomicBool = AtomicBool::new(false);
     // Such requests start no background work, which describes the rest.
-    DESCRIBED.call_once(describe);
+    if is_collected() && !DESCRIBED.swap(true, Ordering::Relaxed) {
+        describe();
+    }
     metrics::counter!(UNKEYED, PROBLEM => problem.as_str()).increment(1);
 }
 

@@ -5,7 +5,7 @@ use http::{HeaderMap, HeaderValue};
 use tracing::{Span, field::Empty, level_filters::LevelFilter};
 
 use super::Decision;
-use crate::{IdempotencyKey, options::Options};
+use crate::{IdempotencyKey, options::Options, record::Record};
 
 /// Where spans are filtered by target, this is theirs.
 const TARGET: &str = "tower_idempotency";
@@ -22,7 +22,7 @@ pub(crate) struct Observed(Option<Box<Ids>>);
 
 struct Ids {
     request_id: Option<HeaderValue>,
-    /// What no id may show: the key, decoded and in the parts in which it was sent.
+    /// What no id may show: the key, decoded, as it was sent, and in the parts in which it was sent.
     keys: Vec<Bytes>,
     /// Request ids and keys come from one header.
     is_one_header: bool,
@@ -39,25 +39,41 @@ impl Observed {
             return Self(None);
         }
         let sent = headers.get_all(&options.header_name);
+        let whole = || sent.iter().map(HeaderValue::as_bytes);
         // Of a key that is none, each part may be meant as one.
-        let parts = sent.iter().flat_map(|value| {
-            let value = value.as_bytes();
+        let parts = whole().flat_map(|value| {
             value.split(|byte| match key {
                 None => b"\"'\\,; \t".contains(byte),
                 Some(_) => *byte == b'"',
             })
         });
-        let keys = parts
+        let keys = whole()
+            .chain(parts)
             .chain(key.map(IdempotencyKey::as_bytes))
+            .map(<[u8]>::trim_ascii)
             .filter(|shown| !shown.is_empty())
             .map(Bytes::copy_from_slice)
             .collect();
-        let ids = Ids {
-            request_id: options.request_id_value(headers).cloned(),
+        Self::told(options, options.request_id_value(headers).cloned(), keys)
+    }
+
+    /// Of the first request with the key of a record.
+    pub(crate) fn of_record(options: &Options, record: &Record) -> Self {
+        if LevelFilter::current() == LevelFilter::OFF {
+            return Self(None);
+        }
+        let request_id = record.request_id.as_deref();
+        let request_id = request_id.and_then(|id| HeaderValue::from_str(id).ok());
+        let key = Bytes::copy_from_slice(record.id.key.as_bytes());
+        Self::told(options, request_id, vec![key])
+    }
+
+    fn told(options: &Options, request_id: Option<HeaderValue>, keys: Vec<Bytes>) -> Self {
+        Self(Some(Box::new(Ids {
+            request_id,
             keys,
             is_one_header: options.request_id_header == options.header_name,
-        };
-        Self(Some(Box::new(ids)))
+        })))
     }
 
     /// The span of the request, disabled where nobody wants it.
@@ -111,7 +127,7 @@ impl Ids {
     }
 
     fn may_show(&self, id: &str) -> bool {
-        let id = id.as_bytes();
+        let id = id.as_bytes().trim_ascii();
         !self.is_one_header
             && !self.keys.iter().any(|key| match key.len() {
                 ..LONG => *key == id,

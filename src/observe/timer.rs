@@ -28,10 +28,32 @@ impl Timer {
         }
     }
 
+    /// For what may end in the middle.
+    pub(crate) fn until_dropped(timed: Timed) -> impl Drop {
+        Dropped {
+            timed,
+            timer: Some(Self::start()),
+        }
+    }
+
     pub(crate) fn stop(self, timed: Timed) {
         #[cfg(feature = "metrics")]
         super::metrics::took(timed, self.begun.elapsed());
         #[cfg(not(feature = "metrics"))]
         let _ = timed;
+    }
+}
+
+/// Stops its timer when it is dropped.
+struct Dropped {
+    timed: Timed,
+    timer: Option<Timer>,
+}
+
+impl Drop for Dropped {
+    fn drop(&mut self) {
+        if let Some(timer) = self.timer.take() {
+            timer.stop(self.timed);
+        }
     }
 }

@@ -367,13 +367,23 @@ impl Store for MemoryStore {
     async fn release(&self, ticket: &Ticket, ttl: Duration) -> Result<Settled, StoreError> {
         let (mut data, now) = self.open()?;
         Ok(data.settle(&ticket.id, |slot, saved| {
-            protocol::release(slot, ticket.token, !saved.is_empty(), ttl, now)
+            let has_checkpoints = !saved.is_empty();
+            protocol::release(
+                slot,
+                ticket.token,
+                ticket.attempt,
+                has_checkpoints,
+                ttl,
+                now,
+            )
         }))
     }
 
     async fn abandon(&self, ticket: &Ticket) -> Result<Settled, StoreError> {
         let (mut data, _) = self.open()?;
-        Ok(data.settle(&ticket.id, |slot, _| protocol::abandon(slot, ticket.token)))
+        Ok(data.settle(&ticket.id, |slot, _| {
+            protocol::abandon(slot, ticket.token, ticket.attempt)
+        }))
     }
 
     async fn renew(&self, tickets: &[Ticket], lease: Duration) -> Result<Vec<Settled>, StoreError> {

@@ -29,7 +29,10 @@
 //! 10. `renew` answers `Lost` for a ticket that was replaced, settled, forgotten or whose
 //!     `run_until` has passed, and `Done` for the rest, in order.
 //! 11. A claim whose `run_until` has passed counts as abandoned even while its lease lives.
-//! 12. A claim marked abandoned by its owner answers `Abandoned` at once.
+//! 12. A claim marked abandoned by its owner answers `Abandoned` at once. The record has the ticket's
+//!     attempt from then on where that is smaller, so that a run which ended in order, or never began,
+//!     need not count; 0 says nothing, and nothing raises an attempt. Sent again it is the same: the
+//!     smallest stays.
 //!
 //! **Taking over**
 //!
@@ -49,7 +52,8 @@
 //!     `save` with its token once the record is completed.
 //! 18. `release` with its token frees the key: the next claim is won with attempt 1. Where
 //!     checkpoints were saved, the record becomes `Released` instead: it answers `Abandoned` with
-//!     `released` set, its checkpoints stay, and it expires after the `ttl` given.
+//!     `released` set, its checkpoints stay, it expires after the `ttl` given, and it has the ticket's
+//!     attempt as under 12. Sent again, `release` answers `Done` and changes nothing.
 //! 19. A completed record expires `ttl` after it was completed, and its response `response_ttl`
 //!     after, when given: until then it is a tombstone. Durations work from 1 ms to
 //!     `Duration::MAX`.
@@ -178,14 +182,15 @@ pub trait Store: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Settled, StoreError>> + Send;
 
     /// Gives the key back, because nothing happened (17, 18). `ttl` is how long checkpoints, where
-    /// there are any, wait for the retry.
+    /// there are any, wait for the retry. A ticket with a smaller attempt gives the run back uncounted.
     fn release(
         &self,
         ticket: &Ticket,
         ttl: Duration,
     ) -> impl Future<Output = Result<Settled, StoreError>> + Send;
 
-    /// Marks the run as given up, its outcome unknown (12, 17).
+    /// Marks the run as given up, its outcome unknown (12, 17). A ticket with a smaller attempt gives the run
+    /// back uncounted.
     fn abandon(&self, ticket: &Ticket) -> impl Future<Output = Result<Settled, StoreError>> + Send;
 
     /// Extends the lease of this store instance to at least `lease` from now, and tells for each
@@ -208,6 +213,10 @@ pub trait Store: Clone + Send + Sync + 'static {
 /// What an operator asks of a store (24–27), recovery (33), and the layer where it must not write (24, 32).
 pub trait Inspect: Store {
     /// The record of this scope and key, unless it is expired.
+    ///
+    /// Its state is the one that was written last: that of a run whose process died still reads
+    /// [`Running`](crate::State::Running). [`abandoned`](Self::abandoned) and [`counts`](Self::counts) tell
+    /// which are.
     fn get(&self, id: &RecordId)
     -> impl Future<Output = Result<Option<Record>, StoreError>> + Send;
 
@@ -380,7 +389,9 @@ pub struct Ticket {
     pub id: RecordId,
     /// What proves the claim.
     pub token: Token,
-    /// Which run this is; the first is 1.
+    /// Which run this is; the first is 1. It proves nothing. A smaller one in [`Store::abandon`] and
+    /// [`Store::release`] says that the run is not to count: the next one has the number that follows. 0 leaves
+    /// that as it is.
     pub attempt: u32,
 }
 

@@ -23,7 +23,7 @@ use super::{
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, TakeOver},
 };
 use crate::{
-    Scope,
+    Scope, observe,
     record::{Owner, Record, RecordId, Timestamp, Token},
     transaction::Source,
 };
@@ -630,7 +630,7 @@ async fn abandoned(
             match rows::record(row, id) {
                 Ok(record) => page.push(record),
                 // One row that cannot be understood must not hide those after it.
-                Err(error) => tracing::warn!(error, "an abandoned record cannot be read"),
+                Err(error) => observe::unreadable_record(&*error),
             }
         }
         if found.rows.len() < wanted {

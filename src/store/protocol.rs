@@ -50,11 +50,11 @@ impl Record {
         over && self.response.take().is_some()
     }
 
-    fn ticket(&self) -> Ticket {
-        Ticket {
-            id: self.id.clone(),
-            token: self.token,
-            attempt: self.attempt,
+    /// A run that ended in order, or never began, is given back with a smaller attempt. None at all says
+    /// nothing.
+    fn give_back(&mut self, attempt: u32) {
+        if attempt != 0 {
+            self.attempt = self.attempt.min(attempt);
         }
     }
 }
@@ -152,6 +152,7 @@ pub(crate) fn complete(
 pub(crate) fn release(
     slot: Option<Record>,
     token: Token,
+    attempt: u32,
     has_checkpoints: bool,
     ttl: Duration,
     now: Timestamp,
@@ -165,6 +166,7 @@ pub(crate) fn release(
                 return (None, Settled::Done);
             }
             record.state = State::Released;
+            record.give_back(attempt);
             record.expires = Some(now.after(ttl));
             (Some(record), Settled::Done)
         }
@@ -173,13 +175,18 @@ pub(crate) fn release(
 }
 
 /// Contract 12 and 17.
-pub(crate) fn abandon(slot: Option<Record>, token: Token) -> (Option<Record>, Settled) {
+pub(crate) fn abandon(
+    slot: Option<Record>,
+    token: Token,
+    attempt: u32,
+) -> (Option<Record>, Settled) {
     match slot {
         Some(mut record)
             if record.token == token
                 && matches!(record.state, State::Running | State::Abandoned) =>
         {
             record.state = State::Abandoned;
+            record.give_back(attempt);
             (Some(record), Settled::Done)
         }
         slot => (slot, Settled::Lost),

@@ -74,17 +74,39 @@ impl Slot {
         settled
     }
 
+    /// With a ticket that knows its attempt, as an owner has one.
     fn release(&mut self, n: u8, has_checkpoints: bool, now: Timestamp) -> Settled {
+        let attempt = self.attempt();
+        self.release_as(n, attempt, has_checkpoints, now)
+    }
+
+    fn release_as(
+        &mut self,
+        n: u8,
+        attempt: u32,
+        has_checkpoints: bool,
+        now: Timestamp,
+    ) -> Settled {
+        let slot = self.record.take();
         let (record, settled) =
-            super::release(self.record.take(), token(n), has_checkpoints, SECOND, now);
+            super::release(slot, token(n), attempt, has_checkpoints, SECOND, now);
         self.record = record;
         settled
     }
 
     fn abandon(&mut self, n: u8) -> Settled {
-        let (record, settled) = super::abandon(self.record.take(), token(n));
+        let attempt = self.attempt();
+        self.abandon_as(n, attempt)
+    }
+
+    fn abandon_as(&mut self, n: u8, attempt: u32) -> Settled {
+        let (record, settled) = super::abandon(self.record.take(), token(n), attempt);
         self.record = record;
         settled
+    }
+
+    fn attempt(&self) -> u32 {
+        self.record.as_ref().map_or(1, |record| record.attempt)
     }
 
     fn state(&self) -> Option<State> {
@@ -302,6 +324,63 @@ fn a_release_frees_the_key_unless_there_are_checkpoints_to_continue_from() {
     assert_eq!(won(&slot.claim(2, &replacing(2, 1), NOW)), Some(2));
     let record = slot.record.unwrap();
     assert_eq!((record.state, record.expires), (State::Running, None));
+}
+
+#[test]
+fn what_is_given_back_leaves_the_attempt_of_its_ticket_where_that_is_smaller() {
+    // Attempt 3 of a record.
+    let third = || {
+        let mut slot = claimed();
+        for (n, attempt) in [(2, 2), (3, 3)] {
+            assert_eq!(slot.abandon(n - 1), Settled::Done);
+            assert_eq!(
+                won(&slot.claim(n, &replacing(n, n - 1), NOW)),
+                Some(attempt)
+            );
+        }
+        slot
+    };
+    for (given, left) in [(0, 3), (1, 1), (2, 2), (3, 3), (4, 3), (u32::MAX, 3)] {
+        let mut slot = third();
+        assert_eq!(slot.abandon_as(3, given), Settled::Done);
+        assert_eq!(
+            (slot.state(), slot.attempt()),
+            (Some(State::Abandoned), left)
+        );
+        // Whatever comes again, the smallest counts.
+        assert_eq!(slot.abandon_as(3, 2), Settled::Done);
+        assert_eq!(slot.attempt(), left.min(2));
+        assert_eq!(slot.abandon_as(3, 3), Settled::Done);
+        assert_eq!(slot.attempt(), left.min(2));
+        assert_eq!(
+            won(&slot.claim(4, &replacing(4, 3), NOW)),
+            Some(left.min(2) + 1)
+        );
+
+        let mut slot = third();
+        assert_eq!(slot.release_as(3, given, true, NOW), Settled::Done);
+        assert_eq!(
+            (slot.state(), slot.attempt()),
+            (Some(State::Released), left)
+        );
+        // It has been released, and changes no more.
+        assert_eq!(slot.release_as(3, 1, true, NOW), Settled::Done);
+        assert_eq!(slot.attempt(), left);
+
+        // Marked first, released then.
+        let mut slot = third();
+        assert_eq!(slot.abandon_as(3, 3), Settled::Done);
+        assert_eq!(slot.release_as(3, given, true, NOW), Settled::Done);
+        assert_eq!(slot.attempt(), left);
+    }
+    // By another token nothing is given back.
+    let mut slot = third();
+    assert_eq!(slot.abandon_as(2, 1), Settled::Lost);
+    assert_eq!(slot.release_as(2, 1, true, NOW), Settled::Lost);
+    assert_eq!((slot.state(), slot.attempt()), (Some(State::Running), 3));
+    assert_eq!(slot.complete(3, SECOND, NOW), Settled::Done);
+    assert_eq!(slot.abandon_as(3, 1), Settled::Lost);
+    assert_eq!((slot.state(), slot.attempt()), (Some(State::Completed), 3));
 }
 
 #[test]

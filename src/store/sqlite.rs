@@ -25,7 +25,7 @@ use super::{
     group::{Complete, Failure, Grouping, Operation, Queue, Reach, Release, Renew, Save, TakeOver},
 };
 use crate::{
-    Scope,
+    Scope, observe,
     record::{Owner, Record, RecordId, Timestamp, Token},
     transaction::Source,
 };
@@ -326,7 +326,7 @@ impl SqliteStore {
                 match decode(row, id) {
                     Ok(record) => page.push(record),
                     // One row that cannot be understood must not hide those after it.
-                    Err(error) => tracing::warn!(error, "an abandoned record cannot be read"),
+                    Err(error) => observe::unreadable_record(&*error),
                 }
             }
             if last {

@@ -133,6 +133,8 @@ caught! {
     }
     12 c12_a_claim_marked_abandoned_is_abandoned_at_once {
         a_store_that_does_not_mark_is_caught: IgnoresAbandon,
+        an_abandonment_that_counts_what_is_given_back_is_caught: CountsTheAbandoned,
+        an_abandonment_that_takes_an_unknown_attempt_for_the_first_is_caught: CountsTheUnknownAsFirst,
     }
     13 c13_takeover_names_the_token_it_replaces {
         a_takeover_that_names_no_token_is_caught: TakesOverUnnamed,
@@ -160,6 +162,7 @@ caught! {
     18 c18_release_frees_the_key {
         a_release_that_frees_nothing_is_caught: AbandonsInstead,
         a_release_that_drops_checkpoints_is_caught: ReleasesWhole,
+        a_release_that_counts_what_is_given_back_is_caught: CountsTheReleased,
     }
     19 c19_records_and_responses_expire_when_asked {
         lifetimes_in_whole_seconds_are_caught: CountsSeconds,

@@ -41,6 +41,8 @@ pub(crate) enum How {
     NeverLoses,
     RunsForever,
     IgnoresAbandon,
+    CountsTheAbandoned,
+    CountsTheUnknownAsFirst,
     TakesOverUnnamed,
     TakesOverAfresh,
     TakesOverTheLiving,
@@ -56,6 +58,7 @@ pub(crate) enum How {
     ReleasesTheCompleted,
     AbandonsInstead,
     ReleasesWhole,
+    CountsTheReleased,
     CountsSeconds,
     KeepsResponses,
     KeepsRecords,
@@ -128,7 +131,7 @@ impl Broken {
     /// A ticket with whatever token the record has.
     async fn own(&self, ticket: &Ticket) -> Result<Ticket, StoreError> {
         let record = self.inner.get(&ticket.id).await?;
-        Ok(record.map_or(ticket.clone(), |record| held_ticket(&record)))
+        Ok(record.map_or(ticket.clone(), |record| record.ticket()))
     }
 
     /// What is no hold but another run.
@@ -161,8 +164,11 @@ impl Broken {
     }
 }
 
-fn held_ticket(record: &Record) -> Ticket {
-    claim_of(record.id.clone(), record.token).ticket(record.attempt)
+/// The same ticket for another run.
+fn uncounting(ticket: &Ticket, attempt: u32) -> Ticket {
+    let mut ticket = ticket.clone();
+    ticket.attempt = attempt;
+    ticket
 }
 
 fn claim_of(id: RecordId, token: Token) -> ClaimRequest {
@@ -223,7 +229,7 @@ impl Store for Broken {
                 if let Some(record) = self.inner.get(&request.id).await?
                     && Some(record.token) == request.replaces
                 {
-                    let _ = self.inner.abandon(&held_ticket(&record)).await?;
+                    let _ = self.inner.abandon(&record.ticket()).await?;
                 }
             }
             How::TakesOverByAnyName => {
@@ -348,6 +354,7 @@ impl Store for Broken {
         match self.how {
             How::ReleasesByAnyToken => self.inner.release(&self.own(ticket).await?, ttl).await,
             How::AbandonsInstead => self.inner.abandon(ticket).await,
+            How::CountsTheReleased => self.inner.release(&uncounting(ticket, 0), ttl).await,
             How::ReleasesTheCompleted | How::ReleasesWhole if own => {
                 self.inner.forget(&ticket.id).await?;
                 Ok(Settled::Done)
@@ -360,6 +367,10 @@ impl Store for Broken {
         self.open()?;
         match self.how {
             How::IgnoresAbandon => Ok(Settled::Done),
+            How::CountsTheAbandoned => self.inner.abandon(&uncounting(ticket, 0)).await,
+            How::CountsTheUnknownAsFirst if ticket.attempt == 0 => {
+                self.inner.abandon(&uncounting(ticket, 1)).await
+            }
             How::AbandonsByAnyToken => self.inner.abandon(&self.own(ticket).await?).await,
             _ => self.inner.abandon(ticket).await,
         }
@@ -518,7 +529,7 @@ impl Inspect for Broken {
             }
             How::HoldsTheLiving => {
                 if let Some(record) = &named {
-                    let _ = self.inner.abandon(&held_ticket(record)).await?;
+                    let _ = self.inner.abandon(&record.ticket()).await?;
                 }
             }
             How::HoldsByAnyName => {
@@ -530,7 +541,7 @@ impl Inspect for Broken {
             How::HoldsTogether if named.is_some() && self.abandoned_now(id).await? => {
                 tokio::task::yield_now().await;
                 if let Some(record) = self.inner.get(id).await? {
-                    let _ = self.inner.abandon(&held_ticket(&record)).await?;
+                    let _ = self.inner.abandon(&record.ticket()).await?;
                     abandoned = record.token;
                 }
             }

@@ -77,6 +77,66 @@ every_store! {
         }
     }
 
+    // An answer that got lost on its way is not somebody else's doing.
+    async fn a_key_that_was_freed_is_told_as_freed_though_the_answer_of_the_store_got_lost(world: World) {
+        let store = world.open().await;
+        abandoned(&store, &["k"]).await;
+        let found = record(&store, "k").await.unwrap();
+        store.fail(Operation::Release, Fault::After, Times::Once);
+        let resolved = layer(&store).reconciler().resolve(&found, Verdict::DidNotHappen).await.unwrap();
+        assert_eq!((resolved, record(&store, "k").await), (Resolved::Freed, None));
+    }
+
+    async fn an_operators_verdict_is_recorded_after_a_drain_as_well(world: World) {
+        let store = world.open().await;
+        let layer = layer(&store);
+        abandoned(&store, &["k"]).await;
+        let _nothing_goes_on = layer.drain(Duration::ZERO).await;
+        let pieces = futures_util::stream::unfold(0, |piece| async move {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            (piece < 2).then_some((Ok::<_, std::io::Error>("x"), piece + 1))
+        });
+        let verdict = Verdict::answer((StatusCode::CREATED, axum::body::Body::from_stream(pieces)));
+        let found = record(&store, "k").await.unwrap();
+        let resolved = layer.reconciler().resolve(&found, verdict).await.unwrap();
+        assert_eq!((resolved, state(&store, "k").await), (Resolved::Answered, Some(State::Completed)));
+    }
+
+    // What a resolver would see, without anything being taken over or changed.
+    async fn an_operator_sees_what_a_resolver_would_and_changes_nothing(world: World) {
+        let store = world.open().await;
+        let layer = layer(&store).downstream_secret([7; 32]);
+        let Claim::Won(ticket) = store.claim(claim("k")).await.unwrap() else {
+            panic!("not won");
+        };
+        assert_eq!(store.save(&ticket, "charge", Bytes::from("\x01\"ch_1\"")).await.unwrap(), Settled::Done);
+        assert_eq!(store.abandon(&ticket).await.unwrap(), Settled::Done);
+        let found = record(&store, "k").await.unwrap();
+        let reconciler = layer.reconciler();
+        let seen = reconciler.examine(&found).await.unwrap().unwrap();
+        assert_eq!(seen.checkpoint::<String>("charge").unwrap(), Some("ch_1".to_owned()));
+        assert_eq!(seen.checkpoint::<String>("refund").unwrap(), None);
+        assert_eq!((seen.key(), seen.record()), (Some(&found.id.key), &found));
+        let under = seen.downstream_key("charge").unwrap();
+        assert_eq!(record(&store, "k").await.unwrap(), found);
+        assert_eq!(store.calls(Operation::TakeOver), 0);
+
+        // A resolver sees the same.
+        let asked = Arc::new(Mutex::new(None));
+        let keep = asked.clone();
+        let layer = layer.resolver(move |abandoned: Abandoned| {
+            let charge = abandoned.checkpoint::<String>("charge").unwrap();
+            *keep.lock().unwrap() = Some((charge, abandoned.downstream_key("charge").unwrap()));
+            async { paid() }
+        });
+        assert_swept(layer.reconciler().sweep().await, 1, 1, 0, 0);
+        assert_eq!(asked.lock().unwrap().take(), Some((Some("ch_1".to_owned()), under)));
+        // It is another's by now.
+        assert!(reconciler.examine(&found).await.unwrap().is_none());
+        store.fail(Operation::Load, Fault::Before, Times::Always);
+        reconciler.examine(&found).await.unwrap_err();
+    }
+
     async fn what_an_operator_said_is_recorded_though_the_store_fails_meanwhile(world: World) {
         let store = world.open().await;
         let layer = layer(&store).store_timeout(Duration::from_millis(100));

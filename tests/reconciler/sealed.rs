@@ -4,8 +4,9 @@ use axum::{Router, routing::any};
 use support::provider::Provider;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    Idempotency, MemoryStore, Resolved,
+    Idempotency, MemoryStore, Recovery, Resolved,
     store::{Checkpoints, SealedStore, SealingKeys},
+    testing::Operation,
 };
 
 use super::*;
@@ -94,4 +95,42 @@ async fn a_record_that_cannot_be_read_does_not_hold_up_those_behind_it() {
     );
     let swept = reconciler.sweep().await;
     assert_eq!((swept.seen, swept.postponed), (1, 1));
+}
+
+// The same for requests: refused as before, without another try to take the record over each time.
+#[tokio::test]
+async fn a_request_whose_checkpoints_cannot_be_read_is_refused_and_not_run() {
+    let below: TestStore = World::memory().open().await;
+    let keys = |byte| SealingKeys::new("k", [byte; 32]);
+    let old = SealedStore::open(below.clone(), keys(1)).await.unwrap();
+    let Claim::Won(ticket) = old.claim(claim("a-1")).await.unwrap() else {
+        panic!("not won")
+    };
+    let saved = old.save(&ticket, "step", Bytes::from("1")).await.unwrap();
+    assert_eq!(saved, Settled::Done);
+    assert_eq!(old.abandon(&ticket).await.unwrap(), Settled::Done);
+
+    let known = Known::default();
+    let misread = SealedStore::open(below.clone(), keys(2)).await.unwrap();
+    let layer = layer(&misread)
+        .resolver(known.resolver())
+        .recovery(Recovery::rerun());
+    let handler = Handler::new();
+    let app = handler.behind(layer.clone());
+    for _ in 0..5 {
+        let told = send(&app, post("a-1", "A")).await;
+        assert_eq!(
+            told.said(),
+            (503, "idempotency_store_unavailable".to_owned())
+        );
+    }
+    // Taken over and given back, once.
+    assert_eq!(below.calls(Operation::TakeOver), 2);
+    assert_eq!((known.asked().len(), handler.effects()), (0, 0));
+    // Once its key is back it is asked about.
+    let layer = IdempotencyLayer::new(old)
+        .single_tenant()
+        .resolver(known.resolver());
+    let replay = send(&handler.behind(layer), post("a-1", "A")).await;
+    assert_eq!((&replay.body[..], replay.replay), (&b"paid a-1"[..], true));
 }

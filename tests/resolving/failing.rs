@@ -179,25 +179,6 @@ every_store! {
     }
 }
 
-// What is asked about is a place taken: no more are asked at once than may run.
-#[tokio::test]
-async fn no_more_records_are_asked_about_than_there_are_places() {
-    let store = World::memory().open().await;
-    let (resolver, mut provider) = Provider::new();
-    let mut shop = Shop::new(impatient(&store).max_running(1).resolver(resolver));
-    for key in ["k-1", "k-2"] {
-        shop.cut_off(key).await;
-    }
-    let first = shop.retries("k-1");
-    let question = provider.next().await;
-    assert_eq!(shop.retry("k-2").await.status, 503);
-    question.answer(paid());
-    assert_eq!(first.await.unwrap().status, 201);
-    let second = shop.retries("k-2");
-    provider.next().await.answer(paid());
-    assert_eq!(second.await.unwrap().status, 201);
-}
-
 // The future is dropped when its time is over, so that nothing goes on behind the layer's back.
 #[tokio::test]
 async fn a_resolver_whose_time_is_over_is_dropped() {

@@ -1,5 +1,10 @@
 //! Clients, servers and runtimes that end while it is being found out.
 
+use std::{
+    future::{Future, poll_fn},
+    task::Poll,
+};
+
 use support::wire::{Server, raw_post};
 use tokio::{runtime::Runtime, time::timeout};
 use tower_idempotency::{
@@ -107,11 +112,12 @@ every_store! {
         let mut question = provider.next().await;
         let drained = timeout(PATIENCE / 2, shop.layer.drain(Duration::from_millis(20))).await;
         let drained = drained.expect("it waits for the resolver");
-        assert_eq!((drained.aborted, drained.left), (1, 0));
+        // It is no run.
+        assert_eq!((drained.aborted, drained.left), (0, 0));
         // The next process need not wait for the hold.
         assert_eq!(state(&store, "k").await, Some(State::Abandoned));
         question.dropped().await;
-        assert_eq!(retry.await.unwrap().said(), (409, UNKNOWN.to_owned()));
+        assert_eq!(retry.await.unwrap().said(), (503, OVERLOADED.to_owned()));
     }
 
     // L12 for a resolver: its runtime ends in the middle.
@@ -133,5 +139,45 @@ every_store! {
         let retry = shop.retries("k");
         provider.next().await.answer(paid());
         assert_eq!(&retry.await.unwrap().body[..], b"paid");
+    }
+
+    // Y1: from the beginning of a drain nothing is run, whatever turns out, and no attempt is used up.
+    async fn nothing_runs_after_a_drain_has_begun_whatever_was_found_out(world: World) {
+        let verdicts = [("freed", None), ("left", Some(State::Abandoned))];
+        for (key, becomes) in verdicts {
+            let store = world.open().await;
+            let (resolver, mut provider) = Provider::new();
+            let mut shop = Shop::new(layer(&store).resolver(resolver).recovery(Recovery::rerun()));
+            shop.cut_off(key).await;
+            let retry = shop.retries(key);
+            let question = provider.next().await;
+            let mut draining = std::pin::pin!(shop.layer.drain(PATIENCE));
+            let begins = poll_fn(|cx| Poll::Ready(draining.as_mut().poll(cx).is_pending()));
+            assert!(begins.await);
+            question.answer(if key == "freed" { Verdict::DidNotHappen } else { Verdict::Leave });
+            assert_eq!(retry.await.unwrap().said(), (503, OVERLOADED.to_owned()), "{key}");
+            let drained = draining.await;
+            assert_eq!((drained.aborted, drained.left), (0, 0));
+            let left = record(&store, key).await;
+            assert_eq!(left.as_ref().map(|record| record.state), becomes, "{key}");
+            assert!(left.is_none_or(|record| record.attempt == 1), "{key}");
+            assert_eq!(shop.puppet.begun(), 1);
+        }
+    }
+
+    // Nor is anything taken over that was only looked up by then.
+    async fn nothing_is_asked_about_after_a_drain_has_begun(world: World) {
+        let store = world.open().await;
+        let (resolver, provider) = Provider::new();
+        let mut shop = Shop::asking(&store, resolver);
+        shop.cut_off("k").await;
+        let found = record(&store, "k").await;
+        store.fail(Operation::Get, Fault::DelayAfter(Duration::from_millis(300)), Times::Once);
+        let retry = shop.retries("k");
+        called(&store, Operation::Get, 1).await;
+        let drained = shop.layer.drain(PATIENCE).await;
+        assert_eq!((drained.aborted, drained.left), (0, 0));
+        assert_eq!(retry.await.unwrap().said(), (503, OVERLOADED.to_owned()));
+        assert_eq!((record(&store, "k").await, provider.asked()), (found, 0));
     }
 }

@@ -1,7 +1,7 @@
 //! Late owners, duplicates, and others who ask at the same time.
 
 use tower_idempotency::{
-    InFlight,
+    InFlight, Recovery,
     testing::{Fault, Operation, Times},
 };
 
@@ -40,23 +40,18 @@ every_store! {
         }
     }
 
-    async fn a_late_owner_changes_nothing_after_it_was_asked_about(world: World) {
-        for (key, verdict) in [("answered", paid as fn() -> Verdict), ("left", || Verdict::Leave)] {
-            let (_dead, run, request) = silent_run(&world, key).await;
-            let store = world.open().await;
-            let (resolver, mut provider) = Provider::new();
-            let shop = Shop::asking(&store, resolver);
-            let retry = shop.retries(key);
-            provider.next().await.answer(verdict());
-            retry.await.unwrap();
-            let resolved = record(&store, key).await.unwrap();
-            match key {
-                "answered" => run.answers(201, "late"),
-                _ => run.panics("as the test wants"),
-            }
-            request.await.unwrap();
-            assert_eq!(record(&store, key).await.unwrap(), resolved, "{key}");
-        }
+    async fn a_late_owner_changes_nothing_after_it_was_found_out(world: World) {
+        let (_dead, run, request) = silent_run(&world, "k").await;
+        let store = world.open().await;
+        let (resolver, mut provider) = Provider::new();
+        let shop = Shop::asking(&store, resolver);
+        let retry = shop.retries("k");
+        provider.next().await.answer(paid());
+        retry.await.unwrap();
+        let resolved = record(&store, "k").await.unwrap();
+        run.answers(201, "late");
+        request.await.unwrap();
+        assert_eq!(record(&store, "k").await.unwrap(), resolved);
     }
 
     // Y2 with a resolver: past `max_run` its answer counts until somebody takes the record over.
@@ -143,6 +138,35 @@ every_store! {
         assert_eq!(provider.asked(), 1);
     }
 
+    // C10: of those who wait one runs when it turns out that nothing happened.
+    async fn of_those_who_wait_one_runs_when_the_key_is_freed(world: World) {
+        const WAITERS: usize = 40;
+        let (_dead, _run, _request) = silent_run(&world, "k").await;
+        let (resolver, mut provider) = Provider::new();
+        let handler = Handler::new();
+        let (mut stores, mut apps) = (Vec::new(), Vec::new());
+        for _ in 0..2 {
+            let store = world.open().await;
+            let waits = InFlight::Wait(Duration::from_secs(30));
+            let layer = layer(&store).store_timeout(Duration::from_secs(10)).in_flight(waits);
+            apps.push(handler.behind(layer.resolver(resolver.clone())));
+            stores.push(store);
+        }
+        let sent: Vec<_> = (0..WAITERS).map(|n| spawn(&apps[n % 2], post("k", "A"))).collect();
+        let question = provider.next().await;
+        for store in &stores {
+            called(store, Operation::Claim, WAITERS / 2).await;
+        }
+        question.answer(Verdict::DidNotHappen);
+        let mut fresh = 0;
+        for sent in sent {
+            let answer = sent.await.unwrap();
+            assert_eq!(answer.status, 201, "{answer:?}");
+            fresh += usize::from(!answer.replay);
+        }
+        assert_eq!((handler.effects(), fresh, provider.asked()), (1, 1, 1));
+    }
+
     // Whoever asks for too long is treated as one who fell silent: the next one asks.
     async fn a_hold_that_lapsed_is_taken_over_and_the_first_ones_verdict_is_lost(world: World) {
         let (_dead, _run, _request) = silent_run(&world, "k").await;
@@ -168,13 +192,15 @@ every_store! {
         let (_dead, _run, _request) = silent_run(&world, "k").await;
         let (resolver, mut provider) = Provider::new();
         let slow = Shop::asking(&world.open().await, resolver.clone());
-        let quick = Shop::asking(&world.open().await, resolver);
+        let quick = layer(&world.open().await).resolver(resolver);
+        let mut quick = Shop::new(quick.recovery(Recovery::rerun()));
         let waits = slow.retries("k");
         let paused = provider.next().await;
         world.clock.advance(HOLD);
         let retry = quick.retries("k");
         provider.next().await.answer(Verdict::Leave);
-        assert_eq!(retry.await.unwrap().said(), (409, UNKNOWN.to_owned()));
+        quick.puppet.next().await.panics("as the test wants");
+        assert_eq!(retry.await.unwrap().status, 500);
         paused.answer(paid());
         assert_eq!(waits.await.unwrap().said(), (409, UNKNOWN.to_owned()));
         assert_eq!(provider.asked(), 2);

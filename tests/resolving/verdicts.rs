@@ -265,3 +265,17 @@ async fn requests_that_hammer_have_a_record_asked_about_once_a_second() {
     assert_eq!(shop.retry("other").await.code(), UNKNOWN);
     assert_eq!(asked.load(Ordering::SeqCst), 6);
 }
+
+#[test]
+fn a_verdict_shows_the_status_of_its_answer_and_nothing_else() {
+    let verdict = Verdict::answer((StatusCode::CREATED, [("x-name", "s3cret")], "b0dy"));
+    let shown = format!("{verdict:?} {verdict:#?}");
+    assert!(shown.contains("201"), "{shown}");
+    for secret in ["s3cret", "x-name", "b0dy"] {
+        assert!(!shown.contains(secret), "{shown}");
+    }
+    assert_eq!(
+        format!("{:?} {:?}", Verdict::Leave, Verdict::DidNotHappen),
+        "Leave DidNotHappen"
+    );
+}

@@ -84,6 +84,8 @@ on_both! {
         rerunning.drain(Duration::ZERO).await;
         assert_eq!(running.await.unwrap().status, 503);
         assert_eq!(ground.left("k").await, (0, Some(State::Abandoned)));
+        // Y3
+        assert_eq!(ground.record("k").await.unwrap().attempt, 2);
 
         let careful = ground.elsewhere().await.recovery(Recovery::Refuse);
         let (app, runs) = charging::<D>(careful, |_| created());
@@ -96,14 +98,17 @@ on_both! {
         assert_eq!(ground.left("k").await, (1, DONE));
     }
 
-    /// What it declines says nothing of the run before it.
+    /// What it declines says nothing of the run before it, and uses no rerun up.
     async fn a_plain_run_that_was_cut_off_is_not_forgotten_when_its_rerun_declines<D: Db>() {
         let ground = Ground::<D>::new().await;
         cut_off(&ground, "k", Mode::Plain).await;
         let layer = ground.layer().recovery(Recovery::rerun());
-        let (app, _) = charging::<D>(layer, |_| answer(402));
-        assert_eq!(send(&app, post("k", "A")).await.status, 402);
-        assert_eq!(ground.left("k").await, (0, Some(State::Abandoned)));
+        let (app, runs) = charging::<D>(layer, |_| answer(402));
+        for run in 1..=4 {
+            assert_eq!(send(&app, post("k", "A")).await.status, 402);
+            assert_eq!(ground.left("k").await, (0, Some(State::Abandoned)));
+            assert_eq!((ground.record("k").await.unwrap().attempt, runs.count()), (1, run));
+        }
     }
 
     // T2

@@ -1,13 +1,22 @@
 //! Postgres: servers that go away in the middle of a handler.
 
+use std::time::Duration;
+
 use sqlx::Postgres;
+use tokio::time::sleep;
 use tower_idempotency::{
     IdempotencyKey, RecordId, Scope, State, Tx, TxError,
     store::{Inspect, Store},
 };
 
 use super::{far::*, ground::*, handlers::*};
-use crate::support::{post, send, server::Server};
+use crate::support::{
+    logs::Logs,
+    post,
+    proxy::{Cut, Way},
+    send,
+    server::Server,
+};
 
 const DONE: Option<State> = Some(State::Completed);
 
@@ -84,4 +93,37 @@ async fn a_server_that_restarts_during_the_transaction_takes_the_effect_and_not_
         assert_eq!(count, effects, "{key}");
     }
     store.close().await.unwrap();
+}
+
+// V3: the transaction was lost to somebody else, and what that one answered cannot be read in time.
+#[tokio::test]
+async fn a_record_that_cannot_be_read_after_a_lost_transaction_is_said() {
+    let (logs, _guard) = Logs::of_this_thread();
+    let far = Far::new().await;
+    let (store, proxy) = (far.ground.store.clone(), far.proxy.clone());
+    let app = app(
+        far.layer.clone(),
+        move |Key(key): Key, mut tx: Tx<Postgres>| {
+            let (store, proxy) = (store.clone(), proxy.clone());
+            async move {
+                charge(&mut tx, &key).await?;
+                assert!(store.forget(&id(&key)).await.unwrap());
+                // Time enough to be there between the transaction's end and the next question.
+                proxy.delay(Way::ToClient, Duration::from_millis(100));
+                proxy.cut(Cut::answered(b'Q').containing("ROLLBACK"));
+                tokio::spawn(async move {
+                    while proxy.cuts() == 0 {
+                        sleep(Duration::from_millis(5)).await;
+                    }
+                    proxy.hang(true);
+                });
+                Ok::<_, TxError>(created())
+            }
+        },
+    );
+    let answer = send(&app, post("k", "A")).await;
+    assert_eq!(answer.said(), (409, "idempotency_in_flight".to_owned()));
+    let said = logs.loud("idempotency store did not answer in time");
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(said[0].text.contains("operation=\"get\""), "{said:?}");
 }

@@ -39,6 +39,16 @@ struct Line<'a> {
     response_ttl: Option<Duration>,
 }
 
+impl Line<'_> {
+    /// The attempt that the record has afterwards at the most, where the ticket says anything about that.
+    fn attempt(&self) -> Option<i32> {
+        match (self.kind, self.ticket.attempt) {
+            (Kind::Complete, _) | (_, 0) => None,
+            (_, attempt) => i32::try_from(attempt).ok(),
+        }
+    }
+}
+
 /// Settles what can be settled now, releases or the rest. What stays without an answer is to be tried
 /// again: another session has locked the row, the same record stands in the batch twice, or a claim that
 /// is to be released may yet come to be.
@@ -193,6 +203,7 @@ async fn settle(session: &mut Session, lines: &[Line<'_>]) -> Result<Answered, F
             .bind(each(lines, |line| line.response))
             .bind(each(lines, |line| line.ttl.map(interval)))
             .bind(each(lines, |line| line.response_ttl.map(interval)))
+            .bind(each(lines, |line| line.attempt()))
     });
     answered.await
 }
@@ -203,6 +214,7 @@ async fn release(session: &mut Session, lines: &[Line<'_>]) -> Result<Answered, 
     let answered = session.run(text, |query| {
         bind_tickets(query, &each(lines, |line| line.ticket))
             .bind(each(lines, |line| line.ttl.map(interval)))
+            .bind(each(lines, |line| line.attempt()))
     });
     answered.await
 }

@@ -210,8 +210,11 @@ impl<R: Rules> Walk<R> {
                 let done = Completion::retained(http::StatusCode::OK, answer(this));
                 R::complete(slot, token(this), done)
             }
-            RELEASE => R::release(slot, token(this), self.setting.checkpoints),
-            _ => R::abandon(slot, token(this)),
+            RELEASE => {
+                let saved = self.setting.checkpoints;
+                R::release(slot, token(this), given_back(at).into(), saved)
+            }
+            _ => R::abandon(slot, token(this), given_back(at).into()),
         };
         let after = slot.as_ref().map(Kept::of);
         world.record = after;
@@ -236,6 +239,15 @@ impl<R: Rules> Walk<R> {
             if before.is_some_and(|before| before.state != State::Completed) {
                 world.done = Some((this, TTL));
             }
+        } else if let (Some(before), Some(after)) = (before, after) {
+            let attempt = match given_back(at) {
+                0 => before.attempt,
+                given => before.attempt.min(given),
+            };
+            promise(
+                after.attempt == attempt,
+                "a claim was given back with another attempt",
+            )?;
         }
         self.arrived(world, at, message);
         if world.runs[at].phase == Phase::Settling {

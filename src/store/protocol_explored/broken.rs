@@ -103,27 +103,64 @@ broken! {
         }
     }
     a_release_that_ignores_the_token_is_caught: REFUSING, "a stale token" {
-        fn release(slot: Option<Record>, given: Token, saved: bool) -> (Option<Record>, Settled) {
+        fn release(
+            slot: Option<Record>,
+            given: Token,
+            attempt: u32,
+            saved: bool,
+        ) -> (Option<Record>, Settled) {
             let token = slot.as_ref().map_or(given, |record| record.token);
-            Real::release(slot, token, saved)
+            Real::release(slot, token, attempt, saved)
         }
     }
     an_abandonment_of_what_is_completed_is_caught:
         Setting { owners: 1, ..REFUSING }, "a completion was lost or changed before it expired"
     {
-        fn abandon(mut slot: Option<Record>, token: Token) -> (Option<Record>, Settled) {
+        fn abandon(mut slot: Option<Record>, token: Token, attempt: u32) -> (Option<Record>, Settled) {
             if let Some(record) = &mut slot
                 && record.token == token
             {
                 record.state = State::Abandoned;
             }
-            Real::abandon(slot, token)
+            Real::abandon(slot, token, attempt)
         }
     }
     an_abandonment_that_ignores_the_token_is_caught: REFUSING, "a stale token" {
-        fn abandon(slot: Option<Record>, given: Token) -> (Option<Record>, Settled) {
+        fn abandon(slot: Option<Record>, given: Token, attempt: u32) -> (Option<Record>, Settled) {
             let token = slot.as_ref().map_or(given, |record| record.token);
-            Real::abandon(slot, token)
+            Real::abandon(slot, token, attempt)
+        }
+    }
+    an_abandonment_that_counts_what_is_given_back_is_caught:
+        ALL, "a claim was given back with another attempt"
+    {
+        fn abandon(slot: Option<Record>, token: Token, _: u32) -> (Option<Record>, Settled) {
+            Real::abandon(slot, token, 0)
+        }
+    }
+    a_release_that_counts_what_is_given_back_is_caught:
+        ALL, "a claim was given back with another attempt"
+    {
+        fn release(
+            slot: Option<Record>,
+            token: Token,
+            _: u32,
+            saved: bool,
+        ) -> (Option<Record>, Settled) {
+            Real::release(slot, token, 0, saved)
+        }
+    }
+    an_abandonment_that_takes_an_unknown_attempt_for_none_is_caught:
+        ALL, "a claim was given back with another attempt"
+    {
+        fn abandon(slot: Option<Record>, token: Token, attempt: u32) -> (Option<Record>, Settled) {
+            let (mut slot, settled) = Real::abandon(slot, token, attempt);
+            if let Some(record) = &mut slot
+                && settled == Settled::Done
+            {
+                record.attempt = attempt;
+            }
+            (slot, settled)
         }
     }
     a_purge_of_running_records_is_caught: REFUSING, "a purge changed what is not over" {

@@ -142,12 +142,17 @@ trait Rules {
         complete(slot, token, done, lifetimes, NOW)
     }
 
-    fn release(slot: Option<Record>, token: Token, saved: bool) -> (Option<Record>, Settled) {
-        release(slot, token, saved, ticks(TTL), NOW)
+    fn release(
+        slot: Option<Record>,
+        token: Token,
+        attempt: u32,
+        saved: bool,
+    ) -> (Option<Record>, Settled) {
+        release(slot, token, attempt, saved, ticks(TTL), NOW)
     }
 
-    fn abandon(slot: Option<Record>, token: Token) -> (Option<Record>, Settled) {
-        abandon(slot, token)
+    fn abandon(slot: Option<Record>, token: Token, attempt: u32) -> (Option<Record>, Settled) {
+        abandon(slot, token, attempt)
     }
 
     fn take_over(
@@ -206,6 +211,12 @@ impl Kept {
     fn expired(&self) -> bool {
         self.expires == 0
     }
+}
+
+/// The attempt a claim is given back with: a process's second one as if none had been before it, its first
+/// one as it is.
+fn given_back(at: usize) -> u8 {
+    u8::from(at % CLAIMS_EACH == 1)
 }
 
 fn answer(token: u8) -> bytes::Bytes {

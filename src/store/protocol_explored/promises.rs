@@ -46,8 +46,8 @@ impl<R: Rules> Walk<R> {
             let done = Completion::tombstone(http::StatusCode::OK);
             for (slot, settled) in [
                 R::complete(self.slot(world), stale, done),
-                R::release(self.slot(world), stale, self.setting.checkpoints),
-                R::abandon(self.slot(world), stale),
+                R::release(self.slot(world), stale, 1, self.setting.checkpoints),
+                R::abandon(self.slot(world), stale, 1),
             ] {
                 let same = slot.as_ref().map(Kept::of) == world.record;
                 promise(

@@ -104,7 +104,7 @@ pub(super) const INSERT: Written = written!(
 
 /// Writes the next state of a claim.
 pub(super) const SETTLE: Written = written!(
-    "UPDATE idempotency_records SET state = ?, completed = ?, expires = ?, response_expires = ?, status = ?, response = ? WHERE id = ?;"
+    "UPDATE idempotency_records SET attempt = ?, state = ?, completed = ?, expires = ?, response_expires = ?, status = ?, response = ? WHERE id = ?;"
 );
 
 /// Writes another claim over a row.
@@ -215,6 +215,7 @@ pub(super) fn bind_record<'q>(query: Statement<'q>, record: &Record) -> Statemen
 /// For `SETTLE`, before the row.
 pub(super) fn bind_outcome<'q>(query: Statement<'q>, record: &Record) -> Statement<'q> {
     query
+        .bind(i64::from(record.attempt))
         .bind(state_code(record.state))
         .bind(record.completed.map(Timestamp::as_micros))
         .bind(record.expires.map(Timestamp::as_micros))

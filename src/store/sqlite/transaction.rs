@@ -206,14 +206,15 @@ impl Transaction<'_> {
             Operation::Release(asked) => {
                 let (ticket, ttl) = (&asked.question.ticket, asked.question.ttl);
                 let settled = self.change(slots, &ticket.id, |record, has_checkpoints| {
-                    protocol::release(record, ticket.token, has_checkpoints, ttl, now)
+                    let (token, attempt) = (ticket.token, ticket.attempt);
+                    protocol::release(record, token, attempt, has_checkpoints, ttl, now)
                 });
                 asked.answer(settled);
             }
             Operation::Abandon(asked) => {
                 let ticket = &asked.question;
                 let settled = self.change(slots, &ticket.id, |record, _| {
-                    protocol::abandon(record, ticket.token)
+                    protocol::abandon(record, ticket.token, ticket.attempt)
                 });
                 asked.answer(settled);
             }

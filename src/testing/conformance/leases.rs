@@ -6,7 +6,7 @@ use super::{
         Watch, ensure, ensure_eq, first_held, leased, open, replacing, request, stranger, ticks,
     },
 };
-use crate::store::{ClaimRequest, Held, Settled};
+use crate::store::{ClaimRequest, Held, Settled, Ticket};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(24 * 3600);
@@ -266,4 +266,54 @@ pub async fn c12_a_claim_marked_abandoned_is_abandoned_at_once<H: Harness>() {
     one.give_up(&ticket).await;
     one.renew(&[ticket], LONG).await;
     two.find_abandoned(&request("a")).await;
+    given_back::<H>().await;
+}
+
+/// A run that need not count is given back by a ticket with a smaller attempt.
+async fn given_back<H: Harness>() {
+    let harness = H::new().await;
+    let (one, two) = (open(&harness, 12).await, open(&harness, 12).await);
+    let mut ticket = one.win(&request("b")).await;
+    for attempt in 2..=4 {
+        one.give_up(&ticket).await;
+        ticket = one.win_as(attempt, &replacing("b", ticket.token)).await;
+    }
+    // None says nothing, a greater one raises nothing, and of several the smallest stays.
+    for (given, left) in [
+        (0, 4),
+        (9, 4),
+        (u32::MAX, 4),
+        (3, 3),
+        (4, 3),
+        (0, 3),
+        (3, 3),
+    ] {
+        let given = Ticket {
+            attempt: given,
+            ..ticket.clone()
+        };
+        one.give_up(&given).await;
+        for store in [&one, &two] {
+            let held = store.find_abandoned(&request("b")).await;
+            ensure_eq!(
+                12,
+                held.attempt,
+                left,
+                "a smaller attempt of the ticket must be written, and no other"
+            );
+        }
+    }
+    let next = two.win_as(4, &replacing("b", ticket.token)).await;
+    let uncounted = Ticket {
+        attempt: 1,
+        ..ticket
+    };
+    one.lost("abandon", one.abandon(&uncounted).await);
+    let record = two.found(&next.id).await;
+    ensure_eq!(
+        12,
+        (record.token, record.attempt),
+        (next.token, 4),
+        "whoever was replaced gives nothing back"
+    );
 }

@@ -332,4 +332,51 @@ pub async fn c18_release_frees_the_key<H: Harness>() {
     one.done("release", one.release(&third, Duration::MAX).await);
     ticks(&harness, 4).await;
     stores[1].find_abandoned(&request("b")).await;
+    given_back::<H>().await;
+}
+
+/// A run that need not count is given back by a ticket with a smaller attempt.
+async fn given_back<H: Harness>() {
+    let harness = H::new().await;
+    let (one, two) = (open(&harness, 18).await, open(&harness, 18).await);
+    let mut ticket = one.win(&request("a")).await;
+    one.keep(&ticket, "step", b"1").await;
+    // Which run it is, what it gives back, and what is left.
+    for (attempt, given, left) in [(1, 1, 1), (2, 0, 2), (3, 9, 3), (4, 2, 2), (3, 1, 1)] {
+        ensure_eq!(
+            18,
+            ticket.attempt,
+            attempt,
+            "the run must be the one after what was left"
+        );
+        let given = Ticket {
+            attempt: given,
+            ..ticket.clone()
+        };
+        one.done("release", one.release(&given, LONG).await);
+        for store in [&one, &two] {
+            let held = store.find_abandoned(&request("a")).await;
+            ensure_eq!(
+                18,
+                (held.released, held.attempt),
+                (true, left),
+                "a smaller attempt of the ticket must be written, and no other"
+            );
+        }
+        ticket = two.win(&replacing("a", ticket.token)).await;
+    }
+    // Released once, it changes no more.
+    one.done("release", one.release(&ticket, LONG).await);
+    let again = Ticket {
+        attempt: 1,
+        ..ticket
+    };
+    one.done("release", one.release(&again, LONG).await);
+    let held = two.find_abandoned(&request("a")).await;
+    ensure_eq!(
+        18,
+        held.attempt,
+        2,
+        "a release sent again must change nothing"
+    );
 }
