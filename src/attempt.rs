@@ -10,6 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use crate::{
     CheckpointError, DownstreamKey, NoDownstreamSecret,
@@ -63,6 +64,8 @@ pub(crate) struct Attempt {
     keeper: Arc<dyn Keeper>,
     observed: Observed,
     ticket: OnceLock<Ticket>,
+    /// When it was won.
+    won: OnceLock<Instant>,
     /// A claim may stand in the store, so the request must go on to its end whoever is watching.
     must_finish: AtomicBool,
     /// The response future was dropped: nobody waits for an answer.
@@ -140,6 +143,7 @@ impl Attempt {
             keeper,
             observed,
             ticket: OnceLock::new(),
+            won: OnceLock::new(),
             must_finish: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             lost: AtomicBool::new(false),
@@ -185,6 +189,12 @@ impl Attempt {
     /// Keeps the won ticket. A request wins at most one.
     pub(crate) fn won(&self, ticket: Ticket) {
         self.ticket.get_or_init(|| ticket);
+        self.won.get_or_init(Instant::now);
+    }
+
+    /// How long its run has lasted, by this process's clock.
+    pub(crate) fn age(&self) -> Duration {
+        self.won.get().map_or(Duration::ZERO, Instant::elapsed)
     }
 
     pub(crate) fn ticket(&self) -> Option<&Ticket> {

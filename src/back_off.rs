@@ -79,8 +79,9 @@ struct Known {
 
 #[derive(Clone, Copy)]
 struct Left {
-    /// Another run is another question, and has another token.
-    token: Token,
+    /// Another run is another question, and has another token. The one it was found with, and that of whoever
+    /// held it to ask.
+    tokens: [Token; 2],
     why: Why,
     asked: Instant,
     /// How many sweeps have left it.
@@ -105,18 +106,19 @@ impl BackOff {
     }
 
     /// A request has it left as it is: sweeps need not wait for that.
-    pub(crate) fn left_by_request(&self, topic: Topic, token: Token, why: Why) {
+    pub(crate) fn left_by_request(&self, topic: Topic, tokens: [Token; 2], why: Why) {
         let now = Instant::now();
         let asked = Left {
-            token,
+            tokens,
             why,
             asked: now,
             times: 0,
             due: now,
             over: now + REQUESTS_ASK,
         };
-        let asked = match self.find(&topic, token) {
+        let asked = match self.find(&topic, tokens[0]) {
             Some(left) => Left {
+                tokens,
                 asked: now,
                 why,
                 ..left
@@ -127,13 +129,13 @@ impl BackOff {
     }
 
     /// A sweep has left it as it is, so the next ones wait, each time longer.
-    pub(crate) fn left_by_sweep(&self, topic: Topic, token: Token, why: Why, pauses: Pauses) {
+    pub(crate) fn left_by_sweep(&self, topic: Topic, tokens: [Token; 2], why: Why, pauses: Pauses) {
         let now = Instant::now();
-        let before = self.find(&topic, token).map_or(0, |left| left.times);
+        let before = self.find(&topic, tokens[0]).map_or(0, |left| left.times);
         let times = before.saturating_add(1);
         let pause = pauses.after(times);
         let left = Left {
-            token,
+            tokens,
             why,
             asked: now,
             times,
@@ -151,7 +153,7 @@ impl BackOff {
 
     fn find(&self, topic: &Topic, token: Token) -> Option<Left> {
         let left = self.known().left.get(topic).copied()?;
-        (left.token == token).then_some(left)
+        left.tokens.contains(&token).then_some(left)
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {

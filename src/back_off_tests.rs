@@ -7,6 +7,8 @@ const PAUSES: Pauses = Pauses {
 };
 
 const RUN: Token = Token::from_bytes([1; 16]);
+/// Of whoever held its record to ask.
+const HOLD: Token = Token::from_bytes([9; 16]);
 
 fn topic(key: &str) -> Topic {
     let stored = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
@@ -14,7 +16,7 @@ fn topic(key: &str) -> Topic {
 }
 
 fn left(back_off: &BackOff, topic: Topic) {
-    back_off.left_by_sweep(topic, RUN, Why::Unknown, PAUSES);
+    back_off.left_by_sweep(topic, [RUN, HOLD], Why::Unknown, PAUSES);
 }
 
 #[tokio::test(start_paused = true)]
@@ -40,7 +42,7 @@ async fn requests_ask_once_a_second_and_hold_no_sweep_up() {
     let topic = topic("k");
     assert!(back_off.holds_request_off(&topic, RUN).is_none());
     for _ in 0..5 {
-        back_off.left_by_request(topic, RUN, Why::Unknown);
+        back_off.left_by_request(topic, [RUN, HOLD], Why::Unknown);
         assert!(back_off.holds_request_off(&topic, RUN).is_some());
         assert!(back_off.is_due(&topic, RUN));
         tokio::time::advance(Duration::from_secs(1)).await;
@@ -51,10 +53,24 @@ async fn requests_ask_once_a_second_and_hold_no_sweep_up() {
     assert!(back_off.holds_request_off(&topic, RUN).is_some());
     tokio::time::advance(Duration::from_secs(1)).await;
     assert!(back_off.holds_request_off(&topic, RUN).is_none() && !back_off.is_due(&topic, RUN));
-    back_off.left_by_request(topic, RUN, Why::Unknown);
+    back_off.left_by_request(topic, [RUN, HOLD], Why::Unknown);
     assert!(!back_off.is_due(&topic, RUN));
     tokio::time::advance(Duration::from_secs(9)).await;
     assert!(back_off.is_due(&topic, RUN));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_is_known_by_the_token_of_whoever_asked_about_it_last() {
+    let back_off = BackOff::default();
+    let topic = topic("k");
+    back_off.left_by_sweep(topic, [RUN, HOLD], Why::Unknown, PAUSES);
+    assert!(!back_off.is_due(&topic, HOLD));
+    tokio::time::advance(Duration::from_secs(10)).await;
+    let next = Token::from_bytes([8; 16]);
+    back_off.left_by_sweep(topic, [HOLD, next], Why::Unknown, PAUSES);
+    // Twice as long as the first time: half of 20 s at the least.
+    tokio::time::advance(Duration::from_millis(9_999)).await;
+    assert!(!back_off.is_due(&topic, next) && back_off.is_due(&topic, RUN));
 }
 
 #[tokio::test(start_paused = true)]
@@ -90,7 +106,7 @@ async fn what_could_not_be_read_is_told_from_what_is_not_known() {
     let back_off = BackOff::default();
     let topic = topic("k");
     for why in [Why::Unreadable, Why::Unknown, Why::Unreadable] {
-        back_off.left_by_request(topic, RUN, why);
+        back_off.left_by_request(topic, [RUN, HOLD], why);
         assert_eq!(back_off.holds_request_off(&topic, RUN), Some(why));
     }
     tokio::time::advance(Duration::from_secs(1)).await;
@@ -120,7 +136,7 @@ async fn the_longest_pause_there_is_does_not_overflow() {
         longest: Duration::MAX,
     };
     for _ in 0..40 {
-        back_off.left_by_sweep(topic("k"), RUN, Why::Unknown, pauses);
+        back_off.left_by_sweep(topic("k"), [RUN, HOLD], Why::Unknown, pauses);
     }
     assert!(!back_off.is_due(&topic("k"), RUN));
 }

@@ -276,6 +276,21 @@ where
                 }
             };
         }
+        // That may have taken long: whoever has the claim by now may have done the work.
+        let rejection = match engine.renew(&ticket).await {
+            Ok(Settled::Done) => None,
+            Ok(Settled::Lost) => {
+                observe::ownership_lost(Operation::Renew, &ticket, attempt.observed());
+                Some(Rejection::InFlight {
+                    original_request_id: None,
+                })
+            }
+            Err(_) => Some(Rejection::StoreUnavailable),
+        };
+        if let Some(rejection) = rejection {
+            settle(hold, undo.into()).await;
+            return Ok(engine.options.refuse(None, &rejection, attempt.observed()));
+        }
     }
     hold.counts(true);
     transacted::withdraw(&mut head.extensions);
@@ -429,9 +444,13 @@ fn is_stream(parts: &Parts) -> bool {
 /// so that the caller gets its true answer. Then wakes whoever waits for this key. Answers what the
 /// store said, if it has said anything by then.
 pub(crate) async fn settle<S: Store>(mut hold: Hold<S>, outcome: Outcome) -> Option<Settled> {
-    if let Outcome::Completed(_) = outcome {
-        hold.counts(true);
-        hold.attempt.set_answered(true);
+    match &outcome {
+        Outcome::Completed(_) => {
+            hold.counts(true);
+            hold.attempt.set_answered(true);
+        }
+        Outcome::Released => hold.attempt.set_answered(true),
+        Outcome::Abandoned => {}
     }
     hold.outcome = outcome;
     let limit = hold.engine.options.store_timeout;

@@ -555,20 +555,20 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// Asked what became of a run that was cut off, by a request that meets its record, and by the
     /// [`reconciler`](Self::reconciler). What it leaves falls to [`recovery`](Self::recovery). Default: none.
     ///
-    /// Each time the record is taken over under a fresh token first, so its late owner changes nothing
-    /// meanwhile, nor after it was settled, and other requests with its key meet a run in flight. The request that asks waits for the verdict,
-    /// and goes on asking when its client leaves; then it replays the answer, runs, or is told what `recovery`
-    /// says. All requests of a process ask about one record once a second at most; of that, 10 000 records that
+    /// Each time the record is taken over under a fresh token first, so its late owner changes nothing any
+    /// more, and other requests with its key meet a run in flight. The request that asks waits for the
+    /// verdict, and goes on asking when its client leaves; then it replays the answer, runs, or is told what
+    /// `recovery` says. All requests of a process ask about one record once a second at most; of that, 10 000 records that
     /// were left are remembered.
     ///
     /// A request that asks holds no place of a run ([`max_running`](Self::max_running)) and nothing of the inner
     /// service. 64 of a process may ask at once; those beyond are refused with 503 `idempotency_overloaded`. One
     /// that is to run afterwards takes a place then, and is refused like that where there is none, or where a
-    /// [`drain`](Self::drain) has begun: the key is left as it was, or free. Under
+    /// [`drain`](Self::drain) has begun: the key is abandoned as before, or free. Under
     /// [`InFlight::Wait`](crate::InFlight::Wait) the time spent asking comes on top of the wait.
     ///
     /// After [`Verdict::Leave`](crate::Verdict::Leave), and when the resolver takes too long, panics or breaks
-    /// off, the record goes back to its own run, whose late answer still counts.
+    /// off, the record is abandoned as before, under another token.
     ///
     /// Records of [`transactional`](Self::transactional) runs are never asked about: what was not committed
     /// did not happen. Nor are those of runs that go on in this process before their `max_run` is over, or whose

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use crate::pace::Beats;
 use crate::{
     attempt::Attempt, back_off::BackOff, bounded::within, execution::Outcome, options::Options,
-    pace::Pace, record::Token, store::Ticket, waiting::Waiting,
+    pace::Pace, record::RecordId, record::Token, store::Ticket, waiting::Waiting,
 };
 
 /// The most claims left behind that wait to be settled at once. Those beyond it stay in flight
@@ -271,6 +271,15 @@ impl Live {
     /// The run under this token, if it is going on here.
     pub(crate) fn running_here(&self, token: &Token) -> Option<Arc<Attempt>> {
         lock(&self.attempts).get(token).cloned()
+    }
+
+    /// A run of such a record, whatever its token, if one is going on here.
+    pub(crate) fn running_of(&self, is_it: impl Fn(&RecordId) -> bool) -> Option<Arc<Attempt>> {
+        let attempts = lock(&self.attempts);
+        let mut found = attempts
+            .values()
+            .filter(|attempt| attempt.ticket().is_some_and(|ticket| is_it(&ticket.id)));
+        found.next().cloned()
     }
 
     /// Runs, and outcomes still to be recorded.

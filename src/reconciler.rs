@@ -10,7 +10,7 @@ use tokio::task::{JoinError, JoinSet};
 use tracing::Instrument;
 
 use crate::{
-    Abandoned, Mode, Record, Resolved, Token, Verdict,
+    Abandoned, Mode, Record, Resolved, State, Token, Verdict,
     back_off::{Pauses, Topic, Why},
     bounded::{FOREVER, first},
     engine::Engine,
@@ -295,17 +295,19 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
                 return;
             }
         };
-        let (topic, token) = (self.topic(&record), record.token);
-        let is_due = engine.live.back_off.is_due(&topic, token);
-        if !is_due || engine.runs_here(&Held::of(&record)).await {
+        let topic = self.topic(&record);
+        let tokens = [record.token, Token::random()];
+        let is_due = engine.live.back_off.is_due(&topic, record.token);
+        if !is_due || engine.runs_here(&record.id, &Held::of(&record)).await {
             sweep.swept.postponed += 1;
             return;
         }
         let resolving = async move {
-            let resolved = resolving::resolve(&engine, record, By::Sweep, question).await;
+            let asking = resolving::resolve(&engine, record, tokens[1], By::Sweep, question);
+            let resolved = asking.await;
             (
                 topic,
-                token,
+                tokens,
                 resolved.map(|resolved| resolved.unwrap_or(Resolved::Lost)),
             )
         };
@@ -315,17 +317,17 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     fn note(&self, ended: Result<Ended, JoinError>, sweep: &mut Sweep) {
         let back_off = &self.engine.live.back_off;
         // Only a runtime that ends cuts a task off.
-        let Ok((topic, token, resolved)) = ended else {
+        let Ok((topic, tokens, resolved)) = ended else {
             sweep.swept.failed += 1;
             sweep.ends = true;
             return;
         };
         match &resolved {
-            Ok(Resolved::Left) => back_off.left_by_sweep(topic, token, Why::Unknown, self.pauses),
+            Ok(Resolved::Left) => back_off.left_by_sweep(topic, tokens, Why::Unknown, self.pauses),
             Ok(_) => back_off.settled(&topic),
             // That this record cannot be read says nothing about those behind it.
             Err(error) if is_of_one_record(error) => {
-                back_off.left_by_sweep(topic, token, Why::Unreadable, self.pauses);
+                back_off.left_by_sweep(topic, tokens, Why::Unreadable, self.pauses);
             }
             Err(_) => sweep.ends = true,
         }
@@ -384,7 +386,8 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
             return Ok(Resolved::Left);
         }
         let question = Question::Known(verdict);
-        let by_hand = resolving::resolve(&self.engine, record.clone(), By::Operator, question);
+        let (record_found, token) = (record.clone(), Token::random());
+        let by_hand = resolving::resolve(&self.engine, record_found, token, By::Operator, question);
         let resolved = by_hand.await?.unwrap_or(Resolved::Lost);
         if resolved != Resolved::Left {
             self.engine.live.back_off.settled(&self.topic(record));
@@ -393,8 +396,7 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     }
 
     /// What a resolver would see of this record: its checkpoints, and the downstream keys of its runs. Reads
-    /// only. `None` when the record is not as it was: settled with nothing kept, forgotten, or under another
-    /// token by now.
+    /// only. `None` when the record is not as it was: settled, forgotten, or under another token by now.
     ///
     /// # Errors
     ///
@@ -435,6 +437,12 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
         };
         let load = || store.load(&ticket);
         let checkpoints = persistently(options, Operation::Load, load).await?;
+        // They are there, too, of a record that its own run has settled since.
+        let get = || store.get(&record.id);
+        let found = persistently(options, Operation::Get, get).await?;
+        let open = |found: &Record| matches!(found.state, State::Running | State::Abandoned);
+        let stands = found.is_some_and(|found| found.token == record.token && open(&found));
+        let checkpoints = checkpoints.filter(|_| stands);
         let stored = store.stored_id(&record.id);
         let secret = options.downstream.clone();
         Ok(checkpoints
@@ -469,7 +477,7 @@ struct Sweep {
     ends: bool,
 }
 
-type Ended = (Topic, Token, Result<Resolved, StoreError>);
+type Ended = (Topic, [Token; 2], Result<Resolved, StoreError>);
 
 impl<S> fmt::Debug for Reconciler<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -35,8 +35,9 @@ pub enum Recovery {
     /// What counts is a run that was cut off: its process died, it panicked, its service failed, a drain
     /// aborted it, or it lasted longer than `max_run`. One whose handler has answered does not, whatever
     /// it answered and whatever becomes of the record; nor does one that never began, because its client had
-    /// left. The run that goes on from the checkpoints of a released one is never less than the second,
-    /// though, so such a key has one fewer left.
+    /// left. A key whose first run answered and left its record behind (released with checkpoints, or
+    /// [`Retain::Abandon`](crate::Retain)) has one fewer left, though: what follows it is never less than the
+    /// second.
     Rerun {
         /// How many runs may be cut off, the first one included; at least 1.
         max_attempts: u32,
@@ -136,13 +137,14 @@ pub enum Verdict {
     /// It is done, and this is the answer every retry gets. Kept like a handler's, whatever its status: a
     /// [`Retain::Tombstone`](crate::Retain) among its parts keeps that it is done and not the answer, and so
     /// does what is too large or a stream. With [`Retain::Release`](crate::Retain) among them it is
-    /// [`DidNotHappen`](Self::DidNotHappen), and where its body breaks off, [`Leave`](Self::Leave).
+    /// [`DidNotHappen`](Self::DidNotHappen); with [`Retain::Abandon`](crate::Retain), and where its body breaks
+    /// off, [`Leave`](Self::Leave).
     Answer(Response<Body>),
     /// It did not happen, and never will: the key is free again. Where checkpoints were saved they stay, and
     /// whoever asks for the same thing goes on after them.
     DidNotHappen,
-    /// Not known yet. The record stays as it is: the hold is given up, and a run that was slow rather than
-    /// dead still settles it by its own answer.
+    /// Not known yet. The record stays abandoned, and is asked about again. A run that was slow rather than dead
+    /// was fenced off by the question: its client gets its true answer, and the record does not.
     Leave,
 }
 

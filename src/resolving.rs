@@ -18,7 +18,7 @@ use crate::{
     live,
     observe::{self, By, Concluded, Observed, Operation},
     options::Options,
-    record::{Record, State, Token},
+    record::{Record, Token},
     recovery::{Abandoned, Resolves},
     store::{Checkpoints, Completion, Inspect, Settled, Store, StoreError, StoreErrorKind, Ticket},
 };
@@ -58,19 +58,21 @@ enum Found {
 }
 
 /// Takes the record over as it was found, then asks, then settles: so neither its late owner nor anybody
-/// else acts meanwhile. What is not known then goes back to its owner. `None`: it could not be taken over.
+/// else acts meanwhile, and what is not known then is abandoned under `token`, a fresh one. `None`: it could
+/// not be taken over.
 ///
 /// Dropped in between, it leaves the record to the background, which gives it up at once. An answer that was
 /// found and cannot be recorded within `store_timeout` is recorded from there, too; the error says so.
 pub(crate) async fn resolve<S: Inspect + Checkpoints>(
     engine: &Arc<Engine<S>>,
     record: Record,
+    token: Token,
     by: By,
     question: Question,
 ) -> Result<Option<Resolved>, StoreError> {
     let attempt = record.attempt;
     let observed = Observed::of_record(&engine.options, &record);
-    let resolved = match Taken::take(engine, &record).await {
+    let resolved = match Taken::take(engine, &record, token).await {
         Ok(Some(taken)) => match taken.ask(record, question).await {
             Ok(found) => taken.settle(found, &observed).await.map(Some),
             Err(error) => {
@@ -102,9 +104,6 @@ struct Taken<S: Store> {
     /// The hold may stand in the store. Dropped like that, also because its runtime ends, it is left to the
     /// background.
     stands: bool,
-    /// The record's token and state when it was found, where it may be given back like that: not while a try to
-    /// take it over may still be on its way, which would take it over once more.
-    found: Option<(Token, State)>,
     _counted: live::Resolves,
 }
 
@@ -119,8 +118,11 @@ impl<S: Store> Drop for Taken<S> {
 
 impl<S: Inspect + Checkpoints> Taken<S> {
     /// `None`: the record is not as it was found.
-    async fn take(engine: &Arc<Engine<S>>, record: &Record) -> Result<Option<Self>, StoreError> {
-        let token = Token::random();
+    async fn take(
+        engine: &Arc<Engine<S>>,
+        record: &Record,
+        token: Token,
+    ) -> Result<Option<Self>, StoreError> {
         let mut taken = Self {
             engine: engine.clone(),
             ticket: Ticket {
@@ -130,7 +132,6 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             },
             outcome: Outcome::Abandoned,
             stands: true,
-            found: None,
             _counted: engine.live.resolves(),
         };
         let hold = engine.options.hold();
@@ -152,7 +153,6 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             return Ok(None);
         };
         taken.ticket = ticket;
-        taken.found = (tries == 1).then_some((record.token, record.state));
         Ok(Some(taken))
     }
 
@@ -227,10 +227,6 @@ impl<S: Inspect + Checkpoints> Taken<S> {
             Some(Some(settled)) => {
                 self.stands = false;
                 let stands = match (settled, &self.outcome) {
-                    (Settled::Done, Outcome::Abandoned) => {
-                        self.give_back().await;
-                        true
-                    }
                     (Settled::Done, _) => true,
                     (Settled::Lost, Outcome::Released) => self.is_free().await,
                     (Settled::Lost, _) => false,
@@ -259,29 +255,6 @@ impl<S: Inspect + Checkpoints> Taken<S> {
 }
 
 impl<S: Inspect> Taken<S> {
-    /// Gives the abandoned record back as it was found, so that the answer of a run that is slow rather than
-    /// dead still counts. Where this fails nothing else is lost: it is abandoned under the token of this hold.
-    async fn give_back(&self) {
-        let Some((token, state)) = self.found else {
-            return;
-        };
-        let (store, options) = (&self.engine.store, &self.engine.options);
-        let Ticket { id, attempt, .. } = &self.ticket;
-        // Nobody's: a hold of no length is over as it begins.
-        let returned = || store.take_over(id, self.ticket.token, token, Duration::ZERO);
-        let returned = persistently(options, Operation::TakeOver, returned).await;
-        if returned.is_err() || state != State::Abandoned {
-            return;
-        }
-        let ticket = Ticket {
-            id: id.clone(),
-            token,
-            attempt: *attempt,
-        };
-        // It counts as that anyway; this is for those who look.
-        let _ = persistently(options, Operation::Abandon, || store.abandon(&ticket)).await;
-    }
-
     /// Whether the record is gone, although its release says that it was lost: so it is when that was sent again
     /// because the answer to the first try got lost.
     async fn is_free(&self) -> bool {

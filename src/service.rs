@@ -202,6 +202,10 @@ where
         Ok(fingerprint) => Ok((options.fingerprint.name(), fingerprint)),
         Err(why) => Box::pin(engine.as_of_old(&id, &head, &body.data, why)).await,
     };
+    // Where that found a scheme, it found a record.
+    let met = fingerprinted
+        .as_ref()
+        .is_ok_and(|(scheme, _)| *scheme != options.fingerprint.name());
     let (scheme, fingerprint) = match fingerprinted {
         Ok(fingerprinted) => fingerprinted,
         Err(rejection) => return Ok(options.refuse(Some(&head), &rejection, attempt.observed())),
@@ -212,7 +216,7 @@ where
         fingerprint,
         head: &head,
         body: &body.data,
-        met: AtomicBool::new(false),
+        met: AtomicBool::new(met),
         inquired: AtomicBool::new(false),
         out_of_reach: OnceLock::new(),
     };
@@ -457,7 +461,7 @@ async fn claim<S: Inspect + Checkpoints>(
         };
         asked.met.store(true, Ordering::Relaxed);
         engine.same_as_held(asked, &held)?;
-        if Box::pin(engine.runs_here(&held)).await {
+        if Box::pin(engine.runs_here(&asked.id, &held)).await {
             return Ok(Claiming::InFlight(held));
         }
         // What such a run did, if it did not complete, was never committed.
@@ -469,7 +473,6 @@ async fn claim<S: Inspect + Checkpoints>(
         if !without_effect && let Some(resolver) = engine.may_ask(asked, &held)? {
             // Before its place is given back, so that a drain sees either.
             let inquires = engine.live.inquires().ok_or(Rejection::Overloaded)?;
-            asked.inquired.store(true, Ordering::Relaxed);
             return Ok(Claiming::Inquiry(Inquiry {
                 resolver,
                 held,
@@ -522,12 +525,17 @@ async fn inquire<S: Inspect + Checkpoints>(
     // From here on the record may be held: if the caller leaves now, this goes on without it.
     attempt.set_must_finish(true);
     let question = Question::Resolver(resolver.clone());
-    let resolved = resolving::resolve(engine, record, By::Request, question).await;
+    let token = Token::random();
+    let resolved = resolving::resolve(engine, record, token, By::Request, question).await;
     attempt.set_must_finish(false);
+    // What it could not be asked for, another look may.
+    asked.inquired.fetch_or(resolved.is_ok(), Ordering::Relaxed);
     let topic = Topic::new(&engine.store.stored_id(&asked.id), Some(resolver));
     let back_off = &engine.live.back_off;
     match resolved {
-        Ok(Some(Resolved::Left)) => back_off.left_by_request(topic, held.token, Why::Unknown),
+        Ok(Some(Resolved::Left)) => {
+            back_off.left_by_request(topic, [held.token, token], Why::Unknown);
+        }
         Ok(Some(Resolved::Answered | Resolved::Freed)) => back_off.settled(&topic),
         Ok(Some(Resolved::Lost)) => {}
         Ok(None) => {
@@ -535,7 +543,7 @@ async fn inquire<S: Inspect + Checkpoints>(
         }
         Err(error) => {
             if is_of_one_record(&error) {
-                back_off.left_by_request(topic, held.token, Why::Unreadable);
+                back_off.left_by_request(topic, [held.token, token], Why::Unreadable);
             }
             return Err(Rejection::StoreUnavailable);
         }
@@ -718,22 +726,6 @@ impl<S: Inspect> Engine<S> {
         }
     }
 
-    /// Whether a claim that looks abandoned is one of this process, whose run is going on: then the
-    /// heartbeat came too late, which the run must not pay for. Past `max_run` it is abandoned, unless its
-    /// answer is known by then: nobody need find that out, and nothing runs in its stead.
-    pub(crate) async fn runs_here(&self, held: &Held) -> bool {
-        let Some(attempt) = self.live.running_here(&held.token) else {
-            return false;
-        };
-        if attempt.is_answered() {
-            return true;
-        }
-        match attempt.ticket() {
-            Some(ticket) => !matches!(self.renew(ticket).await, Ok(Settled::Lost)),
-            None => false,
-        }
-    }
-
     fn same_as_held(&self, asked: &Asked<'_>, held: &Held) -> Result<(), Rejection> {
         if self.same(asked, &held.scheme, &held.fingerprint) {
             return Ok(());
@@ -745,6 +737,29 @@ impl<S: Inspect> Engine<S> {
 }
 
 impl<S: Inspect + Checkpoints> Engine<S> {
+    /// Whether a record that looks abandoned is one whose run is going on in this process: then the heartbeat
+    /// came too late, which the run must not pay for, or somebody else has taken its claim, and nothing is to
+    /// run beside it all the same. Past `max_run` it is abandoned, unless its answer is known by then: nobody
+    /// need find that out, and nothing runs in its stead.
+    pub(crate) async fn runs_here(&self, id: &RecordId, held: &Held) -> bool {
+        let Some(attempt) = self.live.running_here(&held.token) else {
+            let other = match id.is_hashed() {
+                false => self.live.running_of(|running| running == id),
+                true => self.live.running_of(|running| {
+                    self.store.stored_id(running) == self.store.stored_id(id)
+                }),
+            };
+            return other.is_some_and(|other| other.age() < self.options.max_run);
+        };
+        if attempt.is_answered() {
+            return true;
+        }
+        match attempt.ticket() {
+            Some(ticket) => !matches!(self.renew(ticket).await, Ok(Settled::Lost)),
+            None => false,
+        }
+    }
+
     /// The resolver, where there is one and it is to be asked on behalf of this request.
     fn may_ask(
         &self,
@@ -754,11 +769,9 @@ impl<S: Inspect + Checkpoints> Engine<S> {
         let Some(resolver) = &self.options.resolver else {
             return Ok(None);
         };
-        if asked.inquired.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
         let topic = Topic::new(&self.store.stored_id(&asked.id), Some(resolver));
         match self.live.back_off.holds_request_off(&topic, held.token) {
+            None if asked.inquired.load(Ordering::Relaxed) => Ok(None),
             None => Ok(Some(resolver.clone())),
             Some(Why::Unknown) => Ok(None),
             Some(Why::Unreadable) => Err(Rejection::StoreUnavailable),

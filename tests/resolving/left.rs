@@ -1,14 +1,41 @@
-//! Records that were left as they are: for their own runs, for the next question, for the operator.
+//! Records that were left, for nobody knew: abandoned still, until somebody does.
 
-use tower_idempotency::{
-    Abandoned,
-    store::Inspect,
-    testing::{Fault, Operation, Times},
-};
+use tower_idempotency::{Abandoned, store::Inspect};
 
 use super::*;
 
 const MAX_RUN: Duration = Duration::from_secs(60);
+
+/// How a question can end without a word about what the run did.
+#[derive(Debug, Clone, Copy)]
+enum How {
+    Leaves,
+    TakesTooLong,
+    Panics,
+    BreaksOff,
+}
+
+impl How {
+    const ALL: [Self; 4] = [
+        Self::Leaves,
+        Self::TakesTooLong,
+        Self::Panics,
+        Self::BreaksOff,
+    ];
+
+    fn resolver(self) -> impl Resolver {
+        move |_: Abandoned| async move {
+            match self {
+                Self::Leaves => Verdict::Leave,
+                Self::TakesTooLong => std::future::pending().await,
+                Self::Panics => panic!("as the test wants"),
+                Self::BreaksOff => {
+                    Verdict::answer(support::bodies::Pieces::new(["half"]).then_error().body())
+                }
+            }
+        }
+    }
+}
 
 /// A run of this process that has been going on for too long, and the request that waits for it.
 async fn slow_run(world: &World, shop: &mut Shop) -> (support::puppet::Run, JoinHandle<Answer>) {
@@ -18,39 +45,51 @@ async fn slow_run(world: &World, shop: &mut Shop) -> (support::puppet::Run, Join
     (run, first)
 }
 
+/// A run that is slow rather than dead tells its own client the truth, and no longer settles the record: one
+/// who knows does.
+async fn left_for_one_who_knows(world: &World, how: How) {
+    let store = world.open().await;
+    let layer = layer(&store).max_run(MAX_RUN).resolver(how.resolver());
+    let mut shop = Shop::new(layer.resolver_timeout(Duration::from_millis(50)));
+    let (run, first) = slow_run(world, &mut shop).await;
+    let found = record(&store, "k").await.unwrap();
+    assert_eq!(shop.layer.reconciler().sweep().await.left, 1, "{how:?}");
+    let left = record(&store, "k").await.unwrap();
+    assert_ne!(left.token, found.token, "{how:?}");
+    run.answers(201, "slow");
+    let told = first.await.unwrap();
+    assert_eq!(
+        (told.status, &told.body[..], told.replay),
+        (StatusCode::CREATED, &b"slow"[..], false),
+        "{how:?}"
+    );
+    let after = record(&store, "k").await.unwrap();
+    assert_eq!(
+        (after.state, after.token, after.attempt),
+        (State::Abandoned, left.token, found.attempt),
+        "{how:?}"
+    );
+    let listed = store.abandoned(None, 10).await.unwrap();
+    assert_eq!(listed.len(), 1, "{how:?}");
+
+    let knows = Shop::asking(&world.open().await, |_: Abandoned| async { paid() });
+    let swept = knows.layer.reconciler().sweep().await;
+    assert_eq!((swept.seen, swept.answered), (1, 1), "{how:?}");
+    let replay = shop.retry("k").await;
+    assert_eq!((&replay.body[..], replay.replay), (&b"paid"[..], true));
+    assert!(store.forget(&found.id).await.unwrap());
+}
+
 every_store! {
-    // Y2: its answer is as true after nobody knew it as before.
-    async fn a_slow_runs_answer_still_counts_after_the_resolver_left_it(world: World) {
-        #[derive(Debug, Clone, Copy)]
-        enum How { Leaves, TakesTooLong, Panics, BreaksOff }
-        use How::*;
-        for how in [Leaves, TakesTooLong, Panics, BreaksOff] {
-            let store = world.open().await;
-            let resolver = move |_: Abandoned| async move {
-                match how {
-                    Leaves => Verdict::Leave,
-                    TakesTooLong => std::future::pending().await,
-                    Panics => panic!("as the test wants"),
-                    BreaksOff => Verdict::answer(support::bodies::Pieces::new(["half"]).then_error().body()),
-                }
-            };
-            let layer = layer(&store).max_run(MAX_RUN).resolver(resolver);
-            let mut shop = Shop::new(layer.resolver_timeout(Duration::from_millis(50)));
-            let (run, first) = slow_run(&world, &mut shop).await;
-            let found = record(&store, "k").await.unwrap();
-            assert_eq!(shop.layer.reconciler().sweep().await.left, 1, "{how:?}");
-            assert_eq!(record(&store, "k").await.unwrap().token, found.token, "{how:?}");
-            // It is asked about no less for that.
-            assert_eq!(store.abandoned(None, 10).await.unwrap().len(), 1, "{how:?}");
-            run.answers(201, "slow");
-            let first = first.await.unwrap();
-            shop.retry("k").await.assert_replays(&first);
-            assert!(store.forget(&found.id).await.unwrap());
+    // Y2
+    async fn a_record_that_was_left_stays_abandoned_until_a_resolver_knows(world: World) {
+        for how in How::ALL {
+            left_for_one_who_knows(&world, how).await;
         }
     }
 
-    // Nor does one who asked for too long lose what it has found out, where the next one knew nothing.
-    async fn a_slow_askers_answer_still_counts_after_another_one_left_it(world: World) {
+    // Its hold lapsed, so what it found out comes too late: the next one left the record under its own token.
+    async fn a_slow_asker_changes_nothing_after_the_next_one_left_the_record(world: World) {
         let store = world.open().await;
         let (resolver, mut provider) = Provider::new();
         let mut slow = Shop::asking(&world.open().await, resolver.clone());
@@ -62,67 +101,16 @@ every_store! {
         let retry = quick.retries("k");
         provider.next().await.answer(Verdict::Leave);
         assert_eq!(retry.await.unwrap().said(), (409, UNKNOWN.to_owned()));
-        paused.answer(paid());
-        for replay in [waits.await.unwrap(), quick.retry("k").await] {
-            assert_eq!((&replay.body[..], replay.replay), (&b"paid"[..], true));
-        }
-    }
-
-    async fn a_record_that_was_left_is_as_it_was(world: World) {
-        let store = world.open().await;
-        let (resolver, mut provider) = Provider::new();
-        let mut shop = Shop::asking(&store, resolver);
-        shop.cut_off("k").await;
-        let found = record(&store, "k").await.unwrap();
-        let retry = shop.retries("k");
-        let question = provider.next().await;
-        assert_ne!(record(&store, "k").await.unwrap().token, found.token);
-        question.answer(Verdict::Leave);
-        assert_eq!(retry.await.unwrap().said(), (409, UNKNOWN.to_owned()));
         let left = record(&store, "k").await.unwrap();
-        assert_eq!((left.state, left.token, left.attempt), (found.state, found.token, found.attempt));
-    }
+        paused.answer(Verdict::answer((StatusCode::CREATED, "too late")));
+        assert_eq!(waits.await.unwrap().said(), (409, UNKNOWN.to_owned()));
+        let after = record(&store, "k").await.unwrap();
+        assert_eq!((after.state, after.token), (State::Abandoned, left.token));
+        assert_eq!(quick.retry("k").await.said(), (409, UNKNOWN.to_owned()));
 
-    // Best effort: what is lost with it is only the late answer.
-    async fn a_record_that_cannot_be_given_back_is_abandoned_all_the_same(world: World) {
-        let store = world.open().await;
-        let (resolver, mut provider) = Provider::new();
-        let mut shop = Shop::asking(&store, resolver);
-        shop.cut_off("k").await;
-        let found = record(&store, "k").await.unwrap();
-        let retry = shop.retries("k");
-        let question = provider.next().await;
-        store.fail(Operation::TakeOver, Fault::Before, Times::Always);
-        question.answer(Verdict::Leave);
-        assert_eq!(retry.await.unwrap().said(), (409, UNKNOWN.to_owned()));
-        store.clear();
-        let left = record(&store, "k").await.unwrap();
-        assert_eq!(left.state, State::Abandoned);
-        assert_ne!(left.token, found.token);
-        assert_eq!(shop.layer.reconciler().sweep().await.seen, 1);
-    }
-}
-
-#[cfg(feature = "sealing")]
-#[tokio::test]
-async fn a_slow_runs_answer_still_counts_under_hashed_names() {
-    use tower_idempotency::store::{SealedStore, SealingKeys};
-
-    for world in World::each() {
-        let keys = SealingKeys::new("k", [1; 32]).hash_ids([2; 32]);
-        let store = SealedStore::open(world.open().await, keys).await.unwrap();
-        let layer = IdempotencyLayer::new(store.clone())
-            .single_tenant()
-            .max_run(MAX_RUN);
-        let layer = layer.resolver(|_: Abandoned| async { Verdict::Leave });
-        let (router, mut puppet) = Puppet::new();
-        let app = router.route_layer(layer.clone());
-        let first = spawn(&app, post("k", "A"));
-        let run = puppet.next().await;
-        world.clock.advance(MAX_RUN + Duration::from_secs(1));
-        assert_eq!(layer.reconciler().sweep().await.left, 1);
-        run.answers(201, "slow");
-        let first = first.await.unwrap();
-        send(&app, post("k", "A")).await.assert_replays(&first);
+        let knows = Shop::asking(&store, |_: Abandoned| async { paid() });
+        let replay = knows.retry("k").await;
+        assert_eq!((&replay.body[..], replay.replay), (&b"paid"[..], true));
+        assert_eq!((slow.puppet.begun(), quick.puppet.begun()), (1, 0));
     }
 }
