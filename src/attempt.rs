@@ -64,8 +64,9 @@ pub(crate) struct Attempt {
     keeper: Arc<dyn Keeper>,
     observed: Observed,
     ticket: OnceLock<Ticket>,
-    /// When it was won.
-    won: OnceLock<Instant>,
+    /// When the heartbeat first saw its run. (To look at the clock for every run would cost more than this is
+    /// worth.)
+    seen: OnceLock<Instant>,
     /// A claim may stand in the store, so the request must go on to its end whoever is watching.
     must_finish: AtomicBool,
     /// The response future was dropped: nobody waits for an answer.
@@ -143,7 +144,7 @@ impl Attempt {
             keeper,
             observed,
             ticket: OnceLock::new(),
-            won: OnceLock::new(),
+            seen: OnceLock::new(),
             must_finish: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             lost: AtomicBool::new(false),
@@ -189,12 +190,15 @@ impl Attempt {
     /// Keeps the won ticket. A request wins at most one.
     pub(crate) fn won(&self, ticket: Ticket) {
         self.ticket.get_or_init(|| ticket);
-        self.won.get_or_init(Instant::now);
     }
 
-    /// How long its run has lasted, by this process's clock.
+    pub(crate) fn seen(&self, at: Instant) {
+        self.seen.get_or_init(|| at);
+    }
+
+    /// How long its run has lasted by this process's clock, less what went by before the first heartbeat.
     pub(crate) fn age(&self) -> Duration {
-        self.won.get().map_or(Duration::ZERO, Instant::elapsed)
+        self.seen.get().map_or(Duration::ZERO, Instant::elapsed)
     }
 
     pub(crate) fn ticket(&self) -> Option<&Ticket> {

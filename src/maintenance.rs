@@ -230,6 +230,7 @@ impl Heartbeat {
     ) -> Beat {
         let attempts = live.attempts();
         let asked = Instant::now();
+        attempts.iter().for_each(|(_, attempt)| attempt.seen(asked));
         // A claim that is new here was made after the last beat, and is believed alive from then.
         let since = std::mem::replace(&mut self.last, asked);
         let before = std::mem::take(&mut self.until);
