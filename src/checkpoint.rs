@@ -82,8 +82,7 @@ impl CheckpointError {
 
     /// The store did not answer in time.
     pub(crate) fn unanswered() -> Self {
-        let message = "the store did not answer within store_timeout";
-        Self::store(StoreError::new(StoreErrorKind::Unavailable, message))
+        Self::store(StoreError::timed_out())
     }
 
     /// The call is a mistake of the handler's.

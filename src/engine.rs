@@ -71,8 +71,7 @@ impl<S: Store> Engine<S> {
             }
             None => {
                 observe::store_failed(Operation::Renew, None);
-                let message = "the store did not answer within store_timeout";
-                StoreError::new(StoreErrorKind::Unavailable, message)
+                StoreError::timed_out()
             }
         };
         Err(error)

@@ -210,11 +210,7 @@ impl Live {
 
     /// Ends when the layer is drained.
     pub(crate) async fn draining(&self) {
-        let mut drain = pin!(self.drain.notified());
-        drain.as_mut().enable();
-        if !self.is_draining() {
-            drain.await;
-        }
+        told(&self.drain, || self.is_draining()).await;
     }
 
     /// Tells every run to stop; each then abandons its claim itself, once it has ended.
@@ -229,11 +225,7 @@ impl Live {
 
     /// Ends when the runs are told to stop.
     pub(crate) async fn aborted(&self) {
-        let mut abort = pin!(self.abort.notified());
-        abort.as_mut().enable();
-        if !self.is_aborted() {
-            abort.await;
-        }
+        told(&self.abort, || self.is_aborted()).await;
     }
 
     /// Counts a record that is held to find out about it, until the guard is dropped.
@@ -459,4 +451,14 @@ impl Drop for Registered {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that can panic runs under these locks, and none leaves half a change behind.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends when whoever sets the flag has set it, and notified.
+async fn told(notify: &Notify, is_told: impl Fn() -> bool) {
+    let mut notified = pin!(notify.notified());
+    // Before the flag is looked at, so that no notification is missed in between.
+    notified.as_mut().enable();
+    if !is_told() {
+        notified.await;
+    }
 }

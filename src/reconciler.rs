@@ -17,7 +17,7 @@ use crate::{
     maintenance::jittered,
     observe::{By, Operation},
     resolving::{self, Question, persistently},
-    store::{Checkpoints, Held, Inspect, StoreError, StoreErrorKind, Ticket},
+    store::{Checkpoints, Held, Inspect, StoreError, StoreErrorKind},
 };
 
 /// However long a store has been failing, it is looked for again after this time, or after `every`.
@@ -430,11 +430,7 @@ impl<S: Inspect + Checkpoints> Reconciler<S> {
     /// ```
     pub async fn examine(&self, record: &Record) -> Result<Option<Abandoned>, StoreError> {
         let Engine { store, options, .. } = &*self.engine;
-        let ticket = Ticket {
-            id: record.id.clone(),
-            token: record.token,
-            attempt: record.attempt,
-        };
+        let ticket = record.ticket();
         let load = || store.load(&ticket);
         let checkpoints = persistently(options, Operation::Load, load).await?;
         // They are there, too, of a record that its own run has settled since.

@@ -126,9 +126,8 @@ impl<S: Inspect + Checkpoints> Taken<S> {
         let mut taken = Self {
             engine: engine.clone(),
             ticket: Ticket {
-                id: record.id.clone(),
                 token,
-                attempt: record.attempt,
+                ..record.ticket()
             },
             outcome: Outcome::Abandoned,
             stands: true,
@@ -310,7 +309,7 @@ where
     let answer = within(options.store_timeout, asked).await;
     answer.unwrap_or_else(|| {
         observe::store_failed(operation, None);
-        Err(unavailable("the store did not answer within store_timeout"))
+        Err(StoreError::timed_out())
     })
 }
 

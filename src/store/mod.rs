@@ -122,7 +122,7 @@ mod memory;
 mod postgres;
 pub(crate) mod protocol;
 #[cfg(feature = "sealing")]
-mod sealed;
+pub(crate) mod sealed;
 pub(crate) mod sealed_form;
 #[cfg(feature = "sqlite")]
 mod sqlite;
@@ -585,6 +585,12 @@ impl StoreError {
             message,
             source: None,
         }
+    }
+
+    /// What an operation is that the layer has given up waiting for.
+    pub(crate) fn timed_out() -> Self {
+        let message = "the store did not answer within store_timeout";
+        Self::new(StoreErrorKind::Unavailable, message)
     }
 
     /// The same, with the error underneath.
