@@ -52,13 +52,6 @@ fn id(key: &str) -> RecordId {
     RecordId::new(Scope::shared(), IdempotencyKey::new(key))
 }
 
-/// Another instance, whose lease is never renewed: a process that has died or is cut off.
-async fn silent(world: &World) -> TestStore {
-    let store = world.open().await;
-    store.fail(Operation::Renew, Fault::Before, Times::Always);
-    store
-}
-
 /// The ticket that holds this key now.
 async fn ticket(store: &TestStore, key: &str) -> Ticket {
     let held = record(store, key).await.unwrap();
@@ -79,7 +72,7 @@ every_store! {
             for (recovery, expected) in policies {
                 let key = format!("k-{}-{expected}", ttl.as_secs());
                 let (router, mut puppet) = Puppet::new();
-                let dead = router.clone().route_layer(layer(&silent(&world).await).lease(LEASE).ttl(ttl));
+                let dead = router.clone().route_layer(layer(&world.open_silent().await).lease(LEASE).ttl(ttl));
                 let alive = layer(&world.open().await).lease(LEASE).ttl(ttl).recovery(recovery);
                 let alive = router.route_layer(alive);
                 let _never_answered = spawn(&dead, post(&key, "A"));
@@ -225,7 +218,7 @@ every_store! {
             let key = format!("k-{}", lease.as_millis());
             let (router, mut puppet) = Puppet::new();
             let layer = |store: &TestStore| layer(store).max_run(Duration::MAX).lease(lease);
-            let dead = router.clone().route_layer(layer(&silent(&world).await));
+            let dead = router.clone().route_layer(layer(&world.open_silent().await));
             let alive = router.route_layer(layer(&world.open().await));
             let _never_answered = spawn(&dead, post(&key, "A"));
             let _run = puppet.next().await;
@@ -297,7 +290,7 @@ every_store! {
 
     // L10
     async fn when_all_renewals_fail_the_owner_knows_after_the_deadline(world: World) {
-        let store = silent(&world).await;
+        let store = world.open_silent().await;
         let lease = Duration::from_millis(600);
         let (router, mut puppet) = Puppet::new();
         let begun = Instant::now();
@@ -335,7 +328,7 @@ every_store! {
 
     // L10
     async fn an_owner_that_believes_its_claim_lost_learns_that_it_was_not(world: World) {
-        let store = silent(&world).await;
+        let store = world.open_silent().await;
         let lease = Duration::from_millis(200);
         let (router, mut puppet) = Puppet::new();
         let app = router.route_layer(layer(&store).lease(lease));
@@ -584,7 +577,7 @@ every_store! {
         let (router, mut puppet) = Puppet::new();
         let mut dead = Vec::new();
         for attempt in 1..=3 {
-            let process = layer(&silent(&world).await).lease(LEASE).recovery(recovery);
+            let process = layer(&world.open_silent().await).lease(LEASE).recovery(recovery);
             let app = router.clone().route_layer(process);
             let answer = spawn(&app, post("k", "A"));
             let run = puppet.next().await;
@@ -802,7 +795,7 @@ struct Lapsed {
 impl Lapsed {
     async fn new(world: &World, key: &str) -> Self {
         let (router, mut puppet) = Puppet::new();
-        let (old_store, store) = (silent(world).await, world.open().await);
+        let (old_store, store) = (world.open_silent().await, world.open().await);
         let app = |store| {
             let layer = layer(store).lease(LEASE).recovery(Recovery::rerun());
             router

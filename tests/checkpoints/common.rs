@@ -56,11 +56,22 @@ impl Stage {
         Self::with(world, layer).await
     }
 
+    /// In a process that falls silent.
+    pub async fn silent(world: &World) -> Self {
+        Self::over(world.open_silent().await, layer)
+    }
+
     pub async fn with(
         world: &World,
         layer: impl FnOnce(&TestStore) -> IdempotencyLayer<TestStore>,
     ) -> Self {
-        let store = world.open().await;
+        Self::over(world.open().await, layer)
+    }
+
+    fn over(
+        store: TestStore,
+        layer: impl FnOnce(&TestStore) -> IdempotencyLayer<TestStore>,
+    ) -> Self {
         let (router, puppet) = Puppet::new();
         let app = router.route_layer(layer(&store));
         let app = app.layer(CatchPanicLayer::new());

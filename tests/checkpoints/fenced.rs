@@ -12,7 +12,7 @@ use crate::{common::*, every_store, support::post};
 every_store! {
     // L3
     async fn a_run_that_was_taken_over_saves_nothing(world: World) {
-        let mut first = Stage::on(&world).await;
+        let mut first = Stage::silent(&world).await;
         let (late, answer) = first.begin(post("k", "A")).await;
         late.owner().checkpoint("step", &1).await.unwrap();
         world.clock.advance(LEASE + Duration::from_secs(1));

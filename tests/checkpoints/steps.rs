@@ -206,7 +206,7 @@ every_store! {
     }
 
     async fn a_process_that_fell_silent_is_gone_on_from_after_its_lease(world: World) {
-        let mut first = Stage::on(&world).await;
+        let mut first = Stage::silent(&world).await;
         let (run, _answer) = first.begin(post("k", "A")).await;
         run.owner().checkpoint("step", &1).await.unwrap();
         world.clock.advance(LEASE + Duration::from_secs(1));

@@ -2,16 +2,14 @@
 
 use tower_idempotency::{
     InFlight, Recovery,
-    testing::{Fault, Operation, Times},
+    testing::Operation,
 };
 
 use super::*;
 
 /// A run whose process falls silent: it holds its claim for good, as far as it knows.
 async fn silent_run(world: &World, key: &str) -> (Shop, support::puppet::Run, JoinHandle<Answer>) {
-    let store = world.open().await;
-    // Its heart does not beat, or it might do so once more after the time has moved.
-    store.fail(Operation::Renew, Fault::Before, Times::Always);
+    let store = world.open_silent().await;
     let mut dead = Shop::new(layer(&store));
     let request = spawn(&dead.app, post(key, "A"));
     let run = dead.puppet.next().await;
