@@ -425,7 +425,7 @@ pub(crate) async fn keep(
 }
 
 /// What must go out as it comes, and can never be kept whole.
-fn is_stream(parts: &Parts) -> bool {
+pub(crate) fn is_stream(parts: &Parts) -> bool {
     let content_type = parts.headers.get(header::CONTENT_TYPE);
     let content_type = content_type.map_or(&b""[..], |value| value.as_bytes());
     let starts = |kind: &str| {

@@ -4,13 +4,16 @@ use std::{fmt, sync::Arc};
 
 use http::{HeaderMap, HeaderName};
 
+use crate::fingerprint::Named;
+
 /// The most bytes a key may have once decoded, unless [`KeyFormat::max_len`] says less.
 pub const MAX_KEY_LEN: usize = 255;
 
 /// An idempotency key: the decoded bytes a client chose for one action.
 ///
-/// From a header a key is 1 to 255 bytes of printable ASCII. Stores take any bytes, so that other
-/// sources of keys (message ids, file names) need no escaping.
+/// From a header a key is 1 to 255 bytes of printable ASCII, from a
+/// [member of the body](crate::IdempotencyLayer::key_pointer) as many of any text. Stores take any bytes, so
+/// that other sources of keys (message ids, file names) need no escaping.
 ///
 /// Keys are cheap to clone. `Debug` shows the length only: a key is as good as the answer it
 /// unlocks, so it belongs in no log.
@@ -28,7 +31,7 @@ impl IdempotencyKey {
         &self.0
     }
 
-    /// The key as text, when it is UTF-8. Every key read from a header is.
+    /// The key as text, when it is UTF-8. Every key read from a request is.
     pub fn as_str(&self) -> Option<&str> {
         std::str::from_utf8(&self.0).ok()
     }
@@ -47,6 +50,9 @@ type Check = Arc<dyn Fn(&[u8]) -> bool + Send + Sync>;
 /// The default takes RFC 9651 strings (`"abc"`) and bare values (`abc`); both spellings name one
 /// key. Every format also refuses what no format can allow: blank keys, control characters,
 /// non-ASCII bytes and more than 255 decoded bytes.
+///
+/// Of a key in the [body](crate::IdempotencyLayer::key_pointer) only the length and the check count, and that
+/// it is not blank: a JSON string has its own quotation marks, and may have any characters.
 ///
 /// ```
 /// use tower_idempotency::KeyFormat;
@@ -160,6 +166,17 @@ impl KeyFormat {
         }
     }
 
+    /// Takes what was found in a body as a key.
+    pub(crate) fn read_member(&self, named: &Named<'_>) -> Result<IdempotencyKey, InvalidKey> {
+        match named {
+            Named::Text(_, Some(text)) if text.trim().is_empty() => Err(InvalidKey::Blank),
+            Named::Text(_, Some(text)) => self.accept(text.as_bytes()),
+            Named::Text(_, None) => Err(InvalidKey::NotText),
+            Named::Integer(digits) => self.accept(digits.as_bytes()),
+            Named::Nothing | Named::Other => Err(InvalidKey::NotAKey),
+        }
+    }
+
     /// Looks the header up. `None` means the request carries no such field line at all.
     pub(crate) fn read(
         &self,
@@ -192,7 +209,7 @@ impl fmt::Debug for KeyFormat {
     }
 }
 
-/// Why a key header was refused. `Display` is a sentence for the client; it never echoes the key.
+/// Why a key was refused. `Display` is a sentence for the client; it never echoes the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum InvalidKey {
@@ -210,6 +227,10 @@ pub enum InvalidKey {
     TooLong(usize),
     /// Not what the service's own check expects.
     Format(&'static str),
+    /// A member of the body that is neither a string nor a whole number.
+    NotAKey,
+    /// A string in the body with an escape for half a character (RFC 8259 §8.2).
+    NotText,
 }
 
 impl fmt::Display for InvalidKey {
@@ -226,6 +247,8 @@ impl fmt::Display for InvalidKey {
             ),
             Self::TooLong(limit) => write!(f, "the key is longer than {limit} bytes"),
             Self::Format(expected) => write!(f, "the key must be {expected}"),
+            Self::NotAKey => f.write_str("the key must be a string, or a number without fraction and exponent"),
+            Self::NotText => f.write_str("the string has an escape that is half a character; write both halves of it"),
         }
     }
 }

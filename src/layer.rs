@@ -7,11 +7,12 @@ use http::{HeaderName, Method, Response, StatusCode, Uri, request::Parts};
 use tower_layer::Layer;
 
 use crate::{
-    FingerprintScheme, InFlight, KeyFormat, MissingKey, Profile, Reconciler, Recovery, Rejection,
-    RenderRejection, Resolver, Retention, Scope, StoreFailure,
+    Audience, FingerprintScheme, InFlight, KeyFormat, MissingKey, Profile, Reconciler, Recovery,
+    Rejection, RenderRejection, Resolver, Retention, Scope, StoreFailure,
     bounded::within,
     downstream::DownstreamSecret,
     engine::Engine,
+    fingerprint::Pointer,
     limits::ScopeLimit,
     live::Live,
     observe::Observed,
@@ -96,6 +97,17 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
         Engine::new(self.store.clone(), self.options.clone(), self.live.clone())
     }
 
+    /// The same store, places and heartbeat under other options.
+    pub(crate) fn engine_with(&self, options: Options) -> Engine<S> {
+        Engine::new(self.store.clone(), Arc::new(options), self.live.clone())
+    }
+
+    /// The options, which do not contradict each other.
+    pub(crate) fn checked(&self) -> &Options {
+        self.options.check();
+        &self.options
+    }
+
     fn options(&mut self) -> &mut Options {
         Arc::make_mut(&mut self.options)
     }
@@ -175,7 +187,8 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
         self
     }
 
-    /// The name of the key's header. Default `Idempotency-Key`.
+    /// The name of the key's header. Default `Idempotency-Key`, or what the [`profile`](Self::profile) says. No
+    /// profile changes a name that is set, before it or after it.
     ///
     /// A correlation id such as `X-Request-Id` is no idempotency key: many clients make a new one per
     /// attempt.
@@ -186,7 +199,65 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// let layer = IdempotencyLayer::new(MemoryStore::new()).header_name(http::HeaderName::from_static("webhook-id"));
     /// ```
     pub fn header_name(mut self, name: HeaderName) -> Self {
-        self.options().header_name = name;
+        let options = self.options();
+        options.header_name = name;
+        options.header_is_named = true;
+        self
+    }
+
+    /// Takes the key from the body in place of a header: from the member that this JSON Pointer (RFC 6901)
+    /// names, for senders that say only there which event or order it is. Default: from the header.
+    ///
+    /// The member is a string of 1 to 255 bytes (after escapes) that is not blank, or a number without fraction
+    /// and exponent, whose digits are the key as they are written; so `17` and `"17"` are one key. What
+    /// [`key_format`](Self::key_format) says of length and content holds as well. A `/` in a name is written
+    /// `~1`, a `~` is written `~0`; an element of an array is named by its number: `/events/0/id`.
+    ///
+    /// The body is read first, whatever the request's Content-Type, and nothing runs, is claimed or recorded
+    /// before its key is known:
+    ///
+    /// | the body | answer |
+    /// | --- | --- |
+    /// | has no such member | as without a header: 400 `idempotency_key_required` where a key is [required](Self::required_methods), else it passes through |
+    /// | has something else there, `null` too | 400 `idempotency_key_invalid` |
+    /// | is not JSON (empty, compressed), has two members of a name that the pointer goes through, or nests deeper than 128 | 400 `idempotency_body_invalid`, also where no key is required, and under [`MissingKey::Observe`] |
+    /// | is longer than [`request_body_limit`](Self::request_body_limit), or ends early | as for every keyed request, also where no key is required |
+    ///
+    /// **A key in the header is ignored then.** Put routes of both kinds behind two layers.
+    ///
+    /// # Panics
+    ///
+    /// When it does not begin with a slash, has a `~` that neither `0` nor `1` follows, or leads through more than
+    /// 128 names.
+    ///
+    /// ```
+    /// use axum::{Router, body::Body, http::{Request, StatusCode}, routing::post};
+    /// use tower::ServiceExt;
+    /// use tower_idempotency::{IdempotencyLayer, IdempotentResponse, KeyOnly, MemoryStore};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() {
+    /// let layer = IdempotencyLayer::new(MemoryStore::new())
+    ///     .single_tenant()
+    ///     .key_pointer("/id")
+    ///     .fingerprint(KeyOnly);
+    /// let app: Router = Router::new()
+    ///     .route("/webhooks", post(|| async { StatusCode::NO_CONTENT }))
+    ///     .route_layer(layer);
+    /// let deliver = |body: &'static str| {
+    ///     app.clone().oneshot(Request::post("/webhooks").body(Body::from(body)).unwrap())
+    /// };
+    /// let first = deliver(r#"{"id":"evt_1","sent":"12:00:00"}"#).await.unwrap();
+    /// assert_eq!((first.status(), first.is_replay()), (StatusCode::NO_CONTENT, false));
+    /// let again = deliver(r#"{"sent":"12:05:00","id":"evt_1"}"#).await.unwrap();
+    /// assert_eq!((again.status(), again.is_replay()), (StatusCode::NO_CONTENT, true));
+    /// assert_eq!(deliver(r#"{"sent":"12:05:00"}"#).await.unwrap().status(), StatusCode::BAD_REQUEST);
+    /// # }
+    /// ```
+    pub fn key_pointer(mut self, pointer: &str) -> Self {
+        let parsed = Pointer::parse(pointer);
+        let parsed = parsed.unwrap_or_else(|why| panic!("key_pointer: {pointer:?} {why}"));
+        self.options().key_pointer = Some(Arc::new(parsed));
         self
     }
 
@@ -867,6 +938,17 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
             "reuse_status must be a 4xx status"
         );
         self.options().reuse_status = status;
+        self
+    }
+
+    /// Whom the layer's own answers are for. Default [`Audience::Clients`].
+    ///
+    /// ```
+    /// # use tower_idempotency::{Audience, IdempotencyLayer, MemoryStore};
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).audience(Audience::Senders);
+    /// ```
+    pub fn audience(mut self, audience: Audience) -> Self {
+        self.options().audience = audience;
         self
     }
 

@@ -43,7 +43,8 @@
 //!
 //! 1. Its method decides whether a key applies. GET, HEAD, OPTIONS, TRACE and CONNECT pass through
 //!    untouched; so does a request that needs no key and has none.
-//! 2. The key is read. What is malformed is refused, before anything else is looked at.
+//! 2. The key is read. What is malformed is refused, before anything else is looked at. (Where it is
+//!    [in the body](IdempotencyLayer::key_pointer), the body is read first.)
 //! 3. The [`Scope`] says whose key it is; scope and key together name the record. Where a
 //!    [limit](IdempotencyLayer::scope_limit) is set, a scope that has its fill gets no new record.
 //! 4. The body is read, up to a limit, and a [`FingerprintScheme`] makes a digest of what is asked.
@@ -55,8 +56,14 @@
 //! 7. That is recorded, and then the answer goes out.
 //!
 //! Every refusal is a [`Rejection`] with a stable code, rendered as a problem (RFC 9457), or as [`Profile`] or
-//! [`RenderRejection`] say. What was
-//! done with a request stands in its response's extensions, as an [`IdempotencyStatus`].
+//! [`RenderRejection`] say. What was done with a request stands in its response's extensions, as an
+//! [`IdempotencyStatus`].
+//!
+//! # The other half
+//!
+//! Who calls such a service keeps one key over all attempts and restarts: the module `client`, with the feature of
+//! that name. Consumers of [jobs and messages](jobs) run them under the same engine, with [`Once`]; receivers of
+//! [webhooks] have a [profile](Profile::Webhook).
 //!
 //! # Guarantees
 //!
@@ -82,6 +89,7 @@
 //! | --- | --- |
 //! | [`ResponseFuture`], before a claim is sent | nothing is left behind |
 //! | [`ResponseFuture`], later | the run goes on as a task of the runtime the request came in on, to its end, and is recorded; a claim that is won only after the drop is given back without a run |
+//! | [`Once::run`] and its kin | as with a [`ResponseFuture`] |
 //! | a response's body | nothing: its record is written |
 //! | [`IdempotencyLayer::drain`] | the waiting ends, the draining does not |
 //! | [`Reconciler::run`], [`Reconciler::sweep`], [`Reconciler::resolve`] | a record that is being asked about is given up in the background, and is abandoned as before; a verdict that is known by then is recorded |
@@ -96,8 +104,8 @@
 //!
 //! Semantic versioning covers this API; the codes, members and default statuses of refusals; the
 //! default header names; the stored form of a [`RetainedResponse`] and of a checkpoint; the names and
-//! digests of the fingerprint schemes; the keys that [`Idempotency::downstream_key`] makes; and the
-//! tables of the SQLite and Postgres stores. Every version reads what earlier ones have stored, or its
+//! digests of the fingerprint schemes; the keys that [`Idempotency::downstream_key`] and `client::derived_key`
+//! make; and the tables of the SQLite and Postgres stores and of the outbox. Every version reads what earlier ones have stored, or its
 //! entry in the changelog says what to do. The texts of problems and events may change at any time.
 //!
 //! Enums and option structs are `#[non_exhaustive]`. The minimum supported Rust version is 1.95; it
@@ -106,8 +114,8 @@
 //! # Events
 //!
 //! None shows a key, scope, header value (the request's id aside) or body. The target is
-//! `tower_idempotency::observe`, but for the last four, which the stores say of their databases, with the
-//! targets in the table.
+//! `tower_idempotency::observe`, but for the last six, which the stores say of their databases and the client of its
+//! requests, with the targets in the table.
 //!
 //! | message | level | fields |
 //! | --- | --- | --- |
@@ -121,6 +129,7 @@
 //! | idempotency record not written | error | `operation`, `request_id`, except where a claim was left behind |
 //! | an abandoned record cannot be read | warn | `operation`, `error` |
 //! | retained response cannot be read | error | `error` |
+//! | the result of an operation cannot be written as JSON | error | – |
 //! | idempotent transaction not committed (in time) | warn | `code`, a SQLSTATE |
 //! | idempotent run begun again after a conflict | debug | `rerun` |
 //! | statement of a handler failed | error; warn for what passes, debug for a conflict | `code`, a SQLSTATE |
@@ -130,6 +139,8 @@
 //! | Postgres is back | info; the same target | – |
 //! | synchronous_commit is off | warn, when the store is opened; target `tower_idempotency::store::postgres::schema` | – |
 //! | the SQLite connection was given up | warn; target `tower_idempotency::store::sqlite::writer` | `kind` |
+//! | attempt failed; the same request is sent again | debug; target `tower_idempotency::client` | `attempt`, `why` (`failed`, `timed_out`, `broke_off`, `in_flight`, `refused` or `not_ready`), `status` of the answer, `network` (an `std::io::ErrorKind`), `wait_ms` |
+//! | idempotent operation has no answer | warn; error for `reused`; target `tower_idempotency::client` | `ended` (`not_sent`, `reused`, `still_in_flight`, `outcome_unknown`, `not_retained` or `gave_up`), `attempts`, `status` of the last answer |
 //!
 //! A request that is decided has one such event. A run that panics, or whose service fails, is decided too: it
 //! was `executed`, or `took_over`. Without a decision are only requests whose inner service fails before it is
@@ -137,7 +148,7 @@
 //!
 //! A request id is what [`request_id_header`](IdempotencyLayer::request_id_header) says. It is left out where it
 //! is the key, decoded or as it was sent, or shows a key of eight bytes or more, and always where both come from
-//! one header.
+//! one header, or where the key should be in a body that holds none that can be used.
 //!
 //! # Spans
 //!
@@ -202,6 +213,7 @@
 //! - `postgres`: `PostgresStore`, records in Postgres, for services on many machines.
 //! - `multipart`: `MultipartParts`, a fingerprint of forms that does not mind a fresh boundary.
 //! - `metrics`: the metrics above.
+//! - `client`: the other half, for those who call such a service: one key for all attempts, retries, an outbox.
 //! - `sealing`: `SealedStore`, which encrypts what a store keeps.
 //! - `testing`: `assert_idempotent`, a clock that stands still, a store that fails as told, and the
 //!   conformance suite for those who write a store.
@@ -216,21 +228,28 @@
 #![deny(missing_docs, unreachable_pub, missing_debug_implementations)]
 
 mod attempt;
+mod audience;
 mod back_off;
 mod body;
 mod bounded;
 mod checkpoint;
+#[cfg(feature = "client")]
+pub mod client;
 mod downstream;
 mod engine;
 mod execution;
 mod extract;
 mod fingerprint;
+#[doc = include_str!("jobs.md")]
+pub mod jobs {}
 mod key;
+mod key_source;
 mod layer;
 mod limits;
 mod live;
 mod maintenance;
 mod observe;
+mod once;
 #[doc = include_str!("operations.md")]
 pub mod operations {}
 mod options;
@@ -268,7 +287,10 @@ mod transaction;
 #[doc = include_str!("transactions.md")]
 pub mod transactions {}
 mod waiting;
+#[doc = include_str!("webhooks.md")]
+pub mod webhooks {}
 
+pub use audience::Audience;
 pub use checkpoint::CheckpointError;
 pub use downstream::{DownstreamKey, InvalidDownstreamKey, NoDownstreamSecret};
 pub use extract::{Idempotency, NoIdempotency, NotOwned};
@@ -280,6 +302,7 @@ pub use fingerprint::{
 };
 pub use key::{IdempotencyKey, InvalidKey, KeyFormat, MAX_KEY_LEN};
 pub use layer::{Drained, IdempotencyLayer};
+pub use once::{Done, Failure, Once, OnceError, UnreadableResult};
 pub use profile::Profile;
 pub use reconciler::{Reconciler, Swept};
 pub use record::{Fingerprint, Mode, Owner, Record, RecordId, Scheme, State, Timestamp, Token};

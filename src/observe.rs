@@ -153,6 +153,11 @@ pub(crate) fn begun_again(rerun: u32) {
     tracing::debug!(rerun, "idempotent run begun again after a conflict");
 }
 
+/// The result of an operation cannot be kept. What serde says of that may hold a part of it.
+pub(crate) fn result_unwritable() {
+    tracing::error!("the result of an operation cannot be written as JSON, so it is not kept");
+}
+
 /// A retained response could not be read back.
 pub(crate) fn damaged_record(error: &crate::DecodeError) {
     #[cfg(feature = "metrics")]

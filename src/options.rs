@@ -7,11 +7,12 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, request::Parts};
 
 use crate::{
-    ExactRequest, Fingerprint, FingerprintScheme, IdempotencyKey, IdempotencyStatus, InFlight,
-    KeyFormat, MissingKey, Mode, ProblemJson, Recovery, Rejection, RejectionContext,
+    Audience, ExactRequest, Fingerprint, FingerprintScheme, IdempotencyKey, IdempotencyStatus,
+    InFlight, KeyFormat, MissingKey, Mode, ProblemJson, Recovery, Rejection, RejectionContext,
     RenderRejection, Retention, Scope, StoreFailure,
     downstream::DownstreamSecret,
-    fingerprint::original_uri,
+    fingerprint::{Pointer, original_uri},
+    key_source::Written,
     limits::ScopeLimit,
     observe::{self, Decision, Observed},
     recovery::Resolves,
@@ -21,6 +22,9 @@ use crate::{
     transacted::Transactor,
 };
 
+/// The default name of the key's header.
+pub(crate) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
+
 /// A request id longer than this is not kept.
 const MAX_REQUEST_ID_LEN: usize = 128;
 
@@ -29,6 +33,10 @@ type ScopeOf = Arc<dyn Fn(&Parts) -> Option<Scope> + Send + Sync>;
 #[derive(Clone)]
 pub(crate) struct Options {
     pub(crate) header_name: HeaderName,
+    /// Somebody has chosen it, so no profile changes it.
+    pub(crate) header_is_named: bool,
+    /// Where the key is in the body, in place of the header.
+    pub(crate) key_pointer: Option<Arc<Pointer>>,
     pub(crate) methods: Vec<Method>,
     pub(crate) required_methods: Vec<Method>,
     pub(crate) key_format: KeyFormat,
@@ -64,6 +72,7 @@ pub(crate) struct Options {
     pub(crate) no_store_replays: bool,
     pub(crate) status_header: bool,
     pub(crate) reuse_status: StatusCode,
+    pub(crate) audience: Audience,
     pub(crate) rejections: Arc<dyn RenderRejection>,
     pub(crate) documentation_url: Option<Arc<str>>,
     pub(crate) request_id_header: HeaderName,
@@ -74,7 +83,9 @@ pub(crate) struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            header_name: HeaderName::from_static("idempotency-key"),
+            header_name: KEY_HEADER,
+            header_is_named: false,
+            key_pointer: None,
             methods: vec![Method::POST, Method::PATCH],
             required_methods: vec![Method::POST],
             key_format: KeyFormat::any(),
@@ -110,6 +121,7 @@ impl Default for Options {
             no_store_replays: false,
             status_header: false,
             reuse_status: StatusCode::CONFLICT,
+            audience: Audience::Clients,
             rejections: Arc::new(ProblemJson),
             documentation_url: None,
             request_id_header: HeaderName::from_static("x-request-id"),
@@ -131,6 +143,13 @@ impl Options {
                 .is_none_or(|response| response <= self.ttl),
             "response_ttl must not be longer than ttl"
         );
+    }
+
+    /// Names the key's header, unless somebody has chosen a name.
+    pub(crate) fn name_header(&mut self, name: HeaderName) {
+        if !self.header_is_named {
+            self.header_name = name;
+        }
     }
 
     /// Whether a key is honoured for this method.
@@ -181,7 +200,9 @@ impl Options {
         let is_key = |sent: &HeaderValue| sent.as_bytes().trim_ascii() == shown;
         let hidden = self.request_id_header == self.header_name
             || key.as_bytes() == shown
-            || head.headers.get_all(&self.header_name).iter().any(is_key);
+            || head.headers.get_all(&self.header_name).iter().any(is_key)
+            || self.key_pointer.is_some()
+                && (head.extensions.get::<Written>()).is_some_and(|sent| sent.0 == shown);
         (!hidden).then_some(id)
     }
 
@@ -202,15 +223,17 @@ impl Options {
     ) -> Response<Body> {
         let status = match rejection {
             Rejection::KeyReused { .. } => self.reuse_status,
-            other => other.status(),
+            other => self.audience.status(other),
         };
         let context = RejectionContext {
             status,
             header_name: self.header_name.as_str(),
+            key_pointer: self.key_pointer.as_deref().map(Pointer::as_str),
             method: head.map_or("", |head| head.method.as_str()),
             path: head.map_or("", |head| original_uri(head).path()),
             request_id: head.and_then(|head| self.request_id(head)),
             documentation_url: self.documentation_url.as_deref(),
+            retry_after: self.audience.retry_after_seconds(rejection),
         };
         let response = self.rejections.render(rejection, &context);
         let decision = Decision::refused(rejection);
@@ -253,12 +276,17 @@ impl fmt::Debug for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Options")
             .field("header_name", &self.header_name)
+            .field(
+                "key_pointer",
+                &self.key_pointer.as_deref().map(Pointer::as_str),
+            )
             .field("methods", &self.methods)
             .field("required_methods", &self.required_methods)
             .field("key_format", &self.key_format)
             .field("scoped", &self.scope.is_some())
             .field("scope_limit", &self.scope_limit)
             .field("fingerprint", &self.fingerprint.name())
+            .field("audience", &self.audience)
             .field("retention", &self.retention)
             .field("ttl", &self.ttl)
             .field("lease", &self.lease)

@@ -2,30 +2,38 @@
 
 use std::{sync::Arc, time::Duration};
 
-use http::{Method, StatusCode};
+use http::{HeaderName, Method, StatusCode};
 
 use crate::{
-    ErrorEnvelope, KeyFormat, ProblemJson, Retention,
-    options::Options,
+    Audience, ErrorEnvelope, ExactRequest, KeyFormat, KeyOnly, ProblemJson, Recovery, Retain,
+    Retention,
+    options::{KEY_HEADER, Options},
     rendering::DOCUMENTATION,
     status::{REPLAY_HEADER, REPLAYED_HEADER},
 };
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
+/// Where the Standard Webhooks specification has the id of an event.
+const WEBHOOK_ID: HeaderName = HeaderName::from_static("webhook-id");
+
 /// A set of options, set with [`IdempotencyLayer::profile`](crate::IdempotencyLayer::profile). A profile
 /// does nothing else: an option that is set afterwards wins.
 ///
-/// | option | `Gateway` | `Ietf` | `Stripe` |
-/// | --- | --- | --- | --- |
-/// | `required_methods` | POST | POST | none |
-/// | `key_format` | [`any`](KeyFormat::any) | [`any`](KeyFormat::any) | [`bare`](KeyFormat::bare) |
-/// | `reuse_status` | 409 | 422 | 400 |
-/// | `rejections` | [`ErrorEnvelope`] | [`ProblemJson`] | [`ProblemJson`] |
-/// | `retention` | [`strict`](Retention::strict) | [`standard`](Retention::standard) | [`standard`](Retention::standard) |
-/// | `ttl` | 7 days | 24 h | 24 h |
-/// | `replay_header` | `Idempotent-Replay` | `Idempotent-Replay` | `Idempotent-Replayed` |
-/// | `documentation_url` | as it is | this crate's, unless it is set | as it is |
+/// | option | `Gateway` | `Ietf` | `Stripe` | `Webhook` |
+/// | --- | --- | --- | --- | --- |
+/// | `header_name`, unless it is set | `Idempotency-Key` | `Idempotency-Key` | `Idempotency-Key` | `webhook-id` |
+/// | `required_methods` | POST | POST | none | POST |
+/// | `key_format` | [`any`](KeyFormat::any) | [`any`](KeyFormat::any) | [`bare`](KeyFormat::bare) | [`any`](KeyFormat::any) |
+/// | `fingerprint` | [`ExactRequest`] | [`ExactRequest`] | [`ExactRequest`] | [`KeyOnly`] |
+/// | `reuse_status` | 409 | 422 | 400 | 409 |
+/// | `rejections` | [`ErrorEnvelope`] | [`ProblemJson`] | [`ProblemJson`] | [`ProblemJson`] |
+/// | `audience` | [`Clients`](Audience::Clients) | [`Clients`](Audience::Clients) | [`Clients`](Audience::Clients) | [`Senders`](Audience::Senders) |
+/// | `retention` | [`strict`](Retention::strict) | [`standard`](Retention::standard) | [`standard`](Retention::standard) | 2xx is kept, all else frees the key |
+/// | `recovery` | [`Refuse`](Recovery::Refuse) | [`Refuse`](Recovery::Refuse) | [`Refuse`](Recovery::Refuse) | [`rerun`](Recovery::rerun), at most three runs |
+/// | `ttl` | 7 days | 24 h | 24 h | 7 days |
+/// | `replay_header` | `Idempotent-Replay` | `Idempotent-Replay` | `Idempotent-Replayed` | `Idempotent-Replay` |
+/// | `documentation_url` | as it is | this crate's, unless it is set | as it is | as it is |
 ///
 /// What each answers in which situation stands in a [table](crate::profiles).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,16 +47,28 @@ pub enum Profile {
     Ietf,
     /// Stripe's API v1: keys are optional, and another payload is a bad request.
     Stripe,
+    /// A receiver of webhooks: a delivery is answered with 2xx only once a run of its event has completed; while
+    /// one is running, and when it has failed, the sender is told to come back.
+    ///
+    /// **Its handlers run again after they have failed**, panicked or been cut off. What makes that safe:
+    /// [`transactional`](crate::IdempotencyLayer::transactional) with [`Tx`](crate::transactions), or
+    /// [checkpoints](crate::Idempotency::checkpoint) and
+    /// [downstream keys](crate::Idempotency::downstream_key). See [`webhooks`](crate::webhooks).
+    Webhook,
 }
 
 impl Profile {
     /// Every profile sets the same options, so that the last one wins whole.
     pub(crate) fn set(self, options: &mut Options) {
+        options.name_header(KEY_HEADER);
         options.required_methods = vec![Method::POST];
         options.key_format = KeyFormat::any();
+        options.fingerprint = Arc::new(ExactRequest);
         options.reuse_status = StatusCode::CONFLICT;
         options.rejections = Arc::new(ProblemJson);
+        options.audience = Audience::Clients;
         options.retention = Retention::standard();
+        options.recovery = Recovery::Refuse;
         options.ttl = DAY;
         options.replay_header = REPLAY_HEADER;
         match self {
@@ -68,6 +88,17 @@ impl Profile {
                 options.key_format = KeyFormat::bare();
                 options.reuse_status = StatusCode::BAD_REQUEST;
                 options.replay_header = REPLAYED_HEADER;
+            }
+            Self::Webhook => {
+                options.name_header(WEBHOOK_ID);
+                options.fingerprint = Arc::new(KeyOnly);
+                options.audience = Audience::Senders;
+                options.retention = Retention::new(|status| match status.is_success() {
+                    true => Retain::Keep,
+                    false => Retain::Release,
+                });
+                options.recovery = Recovery::rerun();
+                options.ttl = 7 * DAY;
             }
         }
     }

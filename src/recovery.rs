@@ -254,7 +254,8 @@ pub enum MissingKey {
     /// Refuse with 400 `idempotency_key_required` or `idempotency_key_invalid`. The default.
     #[default]
     Refuse,
-    /// Let it pass without any protection, count it and log it: for moving an existing API over, until its
+    /// Let it pass without any protection, count it and log it (not one in whose body no key
+    /// [can be looked for](crate::IdempotencyLayer::key_pointer)): for moving an existing API over, until its
     /// clients send keys. Handlers must take `Option<`[`Idempotency`](crate::Idempotency)`>`, which is `None`
     /// then.
     Observe,

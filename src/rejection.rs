@@ -8,10 +8,11 @@ use crate::{IdempotencyStatus, InvalidKey, RejectionContext, UndecodableBody};
 
 /// Why a request was refused. The handler did not run (again).
 ///
-/// Each has a stable code. The codes, and what a client should do:
+/// Each has a stable code. The statuses are those for clients; under [`Audience::Senders`](crate::Audience) some are 503. The codes, and what a client should do:
 ///
 /// ## idempotency_key_required
-/// Status 400. Send the header with a fresh unique value per action, the same one on every attempt.
+/// Status 400. Send the header, or the [member of the body](crate::IdempotencyLayer::key_pointer) that the detail names,
+/// with a fresh unique value per action, the same one on every attempt.
 ///
 /// ## idempotency_key_invalid
 /// Status 400. The detail says which rule the key breaks.
@@ -62,7 +63,8 @@ use crate::{IdempotencyStatus, InvalidKey, RejectionContext, UndecodableBody};
 /// Status 400. The body ended early.
 ///
 /// ## idempotency_body_invalid
-/// Status 400. The body is not what the service's fingerprint scheme can read.
+/// Status 400. The body is not what the service's fingerprint scheme can read, or the key is looked for in it and
+/// it is not JSON, or says it twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejection {
@@ -117,7 +119,7 @@ pub enum Rejection {
     },
     /// The body ended with an error.
     BodyIncomplete,
-    /// The fingerprint scheme cannot read the body.
+    /// The fingerprint scheme cannot read the body, or no key can be looked for in it.
     BodyInvalid(UndecodableBody),
 }
 
@@ -143,7 +145,8 @@ impl Rejection {
         }
     }
 
-    /// The HTTP status, unless the layer is told another one for reuse.
+    /// The HTTP status, unless the layer is told another one for reuse, or that senders are to hear it
+    /// ([`Audience`](crate::Audience)).
     pub fn status(&self) -> StatusCode {
         match self {
             Self::KeyRequired
@@ -229,6 +232,12 @@ impl Rejection {
     pub fn detail(&self, context: &RejectionContext<'_>) -> Cow<'static, str> {
         let header = context.header_name;
         match self {
+            Self::KeyRequired if let Some(pointer) = context.key_pointer => format!(
+                "This request needs the member {pointer} in its JSON body: a string or a whole number that is unique for the action and the same on every attempt."
+            ),
+            Self::KeyInvalid(why) if let Some(pointer) = context.key_pointer => {
+                format!("The member {pointer} of the body cannot be used as the idempotency key: {why}.")
+            }
             Self::KeyRequired => format!(
                 "This request needs the header {header}: a value that is unique for the action and the same on every attempt, such as a UUID."
             ),

@@ -21,6 +21,9 @@ pub struct RejectionContext<'a> {
     pub status: StatusCode,
     /// The name of the key's header.
     pub header_name: &'a str,
+    /// Where the key is expected in the body instead, as a JSON Pointer; see
+    /// [`key_pointer`](crate::IdempotencyLayer::key_pointer).
+    pub key_pointer: Option<&'a str>,
     /// The refused request's method.
     pub method: &'a str,
     /// The refused request's path, as the client sent it.
@@ -29,6 +32,8 @@ pub struct RejectionContext<'a> {
     pub request_id: Option<&'a str>,
     /// The documentation of the service's idempotency, when it is set.
     pub documentation_url: Option<&'a str>,
+    /// When to come back, where the layer has its own mind.
+    pub(crate) retry_after: Option<u64>,
 }
 
 impl<'a> RejectionContext<'a> {
@@ -38,18 +43,26 @@ impl<'a> RejectionContext<'a> {
         Self {
             status,
             header_name: "idempotency-key",
+            key_pointer: None,
             method,
             path,
             request_id: None,
             documentation_url: None,
+            retry_after: None,
         }
+    }
+
+    /// After how many seconds the refused request may be sent again, `None` where that cannot help: what
+    /// [`Rejection::retry_after_seconds`] says, and what the layer's [`Audience`](crate::Audience) adds to it.
+    pub fn retry_after_seconds(&self, rejection: &Rejection) -> Option<u64> {
+        self.retry_after.or(rejection.retry_after_seconds())
     }
 }
 
 /// Renders refusals in the service's own shape.
 ///
 /// All of the response is the renderer's: it sets [`RejectionContext::status`], and `Retry-After`
-/// where [`Rejection::retry_after_seconds`] gives a number. The layer only adds the
+/// where [`RejectionContext::retry_after_seconds`] gives a number. The layer only adds the
 /// [`IdempotencyStatus`](crate::IdempotencyStatus) extension.
 pub trait RenderRejection: Send + Sync + 'static {
     /// The response for this refusal.
@@ -76,7 +89,7 @@ pub struct ProblemJson;
 
 impl RenderRejection for ProblemJson {
     fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body> {
-        let retry_after = rejection.retry_after_seconds();
+        let retry_after = context.retry_after_seconds(rejection);
         let documentation = context.documentation_url.unwrap_or(DOCUMENTATION);
         let mut problem = json!({
             "type": format!("{documentation}#{}", rejection.code()),
@@ -176,7 +189,7 @@ impl ErrorEnvelope {
 
 impl RenderRejection for ErrorEnvelope {
     fn render(&self, rejection: &Rejection, context: &RejectionContext<'_>) -> Response<Body> {
-        let retry_after = rejection.retry_after_seconds();
+        let retry_after = context.retry_after_seconds(rejection);
         let mut error = json!({
             "code": rejection.code(),
             "type": "invalid_request_error",
@@ -224,7 +237,7 @@ fn respond(
     *response.status_mut() = context.status;
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
-    if let Some(seconds) = rejection.retry_after_seconds() {
+    if let Some(seconds) = context.retry_after_seconds(rejection) {
         headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }
     let link = context

@@ -24,23 +24,26 @@ impl Options {
         mut record: Box<Record>,
         observed: &Observed,
     ) -> Response<Body> {
-        let Some(stored) = record.response.take() else {
-            let rejection = Rejection::ResponseNotRetained {
-                status: record.status,
-                original_request_id: record.request_id,
-            };
-            return self.refuse(Some(head), &rejection, observed);
-        };
-        let retained = match RetainedResponse::decode(stored) {
-            Ok(retained) => retained,
-            Err(error) => {
+        let decoded = record.response.take().map(RetainedResponse::decode);
+        let mut response = match decoded {
+            Some(Ok(retained)) => retained.into_response(),
+            Some(Err(error)) => {
                 observe::damaged_record(&error);
                 return self.refuse(Some(head), &Rejection::StoreUnavailable, observed);
             }
+            None => match self.audience.in_place_of(record.status) {
+                Some(response) => response,
+                None => {
+                    let rejection = Rejection::ResponseNotRetained {
+                        status: record.status,
+                        original_request_id: record.request_id,
+                    };
+                    return self.refuse(Some(head), &rejection, observed);
+                }
+            },
         };
         let decision = Decision::replayed(record.request_id.as_deref());
         observe::decided(observed, decision);
-        let mut response = retained.into_response();
         let headers = response.headers_mut();
         headers.insert(self.replay_header.clone(), HeaderValue::from_static("true"));
         if self.no_store_replays {

@@ -27,6 +27,8 @@ use crate::{
     engine::Engine,
     execution::{self, Claimed, Inner, Undo},
     extract::Idempotency,
+    fingerprint::Pointer,
+    key_source,
     live::Inquires,
     maintenance::Pause,
     observe::{self, By, Observed, Operation, Timed, Timer},
@@ -103,6 +105,10 @@ where
         if !options.covers(method) {
             return self.pass(request.map(Body::new));
         }
+        if let Some(pointer) = &options.key_pointer {
+            let pointer = pointer.clone();
+            return self.by_member(pointer, request);
+        }
         let key = match options
             .key_format
             .read(request.headers(), &options.header_name)
@@ -142,10 +148,40 @@ where
     }
 }
 
+impl<I, S: Inspect + Checkpoints> IdempotencyService<I, S> {
+    /// A request whose key is a member of its body. In a function and a box of its own, so that those with a
+    /// key in their head do not carry its weight.
+    #[cold]
+    fn by_member<RB, B>(
+        &mut self,
+        pointer: Arc<Pointer>,
+        request: Request<B>,
+    ) -> ResponseFuture<I::Future, I::Error>
+    where
+        I: Service<Request<Body>, Response = Response<RB>> + Clone + Send + 'static,
+        I::Future: Send + 'static,
+        I::Error: Send + 'static,
+        RB: http_body::Body<Data = Bytes> + Send + 'static,
+        RB::Error: Into<axum::BoxError>,
+        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<axum::BoxError>,
+    {
+        let clone = self.inner.clone();
+        let readied = mem::replace(&mut self.inner, clone);
+        let (head, body) = request.into_parts();
+        let (engine, head) = (self.engine.clone(), Box::new(head));
+        let answer = key_source::by_member(engine, pointer, readied, head, body);
+        ResponseFuture::boxed(Box::pin(answer))
+    }
+}
+
 impl<I, S> IdempotencyService<I, S> {
     /// A request to which no key applies. In transactional mode its handler may have a transaction all the
     /// same, unless an outer layer has offered one already.
-    fn pass<RB>(&mut self, mut request: Request<Body>) -> ResponseFuture<I::Future, I::Error>
+    pub(crate) fn pass<RB>(
+        &mut self,
+        mut request: Request<Body>,
+    ) -> ResponseFuture<I::Future, I::Error>
     where
         I: Service<Request<Body>, Response = Response<RB>>,
         I::Future: Send + 'static,
@@ -168,7 +204,7 @@ impl<I, S> IdempotencyService<I, S> {
 
 /// A keyed request, from its head to its answer. The head travels in a box: it is large, this future
 /// and those in it would each have a place for it, and large futures are slow to allocate.
-async fn keyed<I, RB, B, S>(
+pub(crate) async fn keyed<I, RB, B, S>(
     engine: Arc<Engine<S>>,
     mut inner: Inner<I>,
     head: Box<Parts>,

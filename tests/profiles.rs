@@ -13,13 +13,18 @@ use axum::{
 use support::*;
 use tokio::task::JoinHandle;
 use tower_idempotency::{
-    ErrorEnvelope, ExactRequest, FingerprintScheme, IdempotencyKey, IdempotencyLayer, KeyFormat,
-    Profile, RecordId, Retain, Retention, Scope,
+    Audience, ErrorEnvelope, ExactRequest, FingerprintScheme, IdempotencyKey, IdempotencyLayer,
+    KeyFormat, KeyOnly, Profile, RecordId, Recovery, Retain, Retention, Scope,
     store::{ClaimRequest, Settled, Store},
     testing::{Fault, Operation, Times},
 };
 
-const PROFILES: [Profile; 3] = [Profile::Gateway, Profile::Ietf, Profile::Stripe];
+const PROFILES: [Profile; 4] = [
+    Profile::Gateway,
+    Profile::Ietf,
+    Profile::Stripe,
+    Profile::Webhook,
+];
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/profiles.md");
 const BEGIN: &str = "<!-- the table: written by tests/profiles.rs -->\n";
 const END: &str = "<!-- end of the table -->\n";
@@ -29,6 +34,8 @@ const HOUR: Duration = Duration::from_secs(3600);
 struct Service {
     world: World,
     store: TestStore,
+    /// Its fingerprints.
+    scheme: Box<dyn FingerprintScheme>,
     handler: Handler,
     app: Router,
 }
@@ -48,10 +55,15 @@ impl Service {
         });
         let layer = IdempotencyLayer::new(store.clone())
             .single_tenant()
+            .header_name(header::HeaderName::from_static("idempotency-key"))
             .profile(profile);
         Self {
             world,
             store,
+            scheme: match profile {
+                Profile::Webhook => Box::new(KeyOnly),
+                _ => Box::new(ExactRequest),
+            },
             app: handler.behind(layer),
             handler,
         }
@@ -112,16 +124,30 @@ impl Service {
         run
     }
 
-    /// A run of another process that was cut off.
-    async fn cut_off(&self, request: Request<Body>) {
-        let key = request.headers()["idempotency-key"].as_bytes();
-        let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
-        let (head, _) = request.into_parts();
-        let fingerprint = ExactRequest.fingerprint(&head, &"A".into()).unwrap();
-        let claim = ClaimRequest::new(id, ExactRequest.name(), fingerprint);
-        let ticket = claim.ticket(1);
-        self.store.claim(claim).await.unwrap();
-        assert_eq!(self.store.abandon(&ticket).await.unwrap(), Settled::Done);
+    async fn cut_off(&self, request: Request<Body>, runs: u32) {
+        cut_off(&self.store, &*self.scheme, request, runs).await;
+    }
+}
+
+/// As many runs of other processes, one after the other, each of which was cut off.
+async fn cut_off(
+    store: &TestStore,
+    scheme: &dyn FingerprintScheme,
+    request: Request<Body>,
+    runs: u32,
+) {
+    let key = request.headers()["idempotency-key"].as_bytes();
+    let id = RecordId::new(Scope::shared(), IdempotencyKey::new(key));
+    let (head, _) = request.into_parts();
+    let fingerprint = scheme.fingerprint(&head, &"A".into()).unwrap();
+    let mut replaces = None;
+    for run in 1..=runs {
+        let mut claim = ClaimRequest::new(id.clone(), scheme.name(), fingerprint);
+        claim.replaces = replaces;
+        let ticket = claim.ticket(run);
+        replaces = Some(ticket.token);
+        store.claim(claim).await.unwrap();
+        assert_eq!(store.abandon(&ticket).await.unwrap(), Settled::Done);
     }
 }
 
@@ -150,10 +176,15 @@ async fn column(service: Service) -> Vec<(&'static str, String)> {
     let not_kept = || request("POST", "/not-kept", Some("not-kept"), "A");
     send(&service.app, not_kept()).await;
     row("done, response not kept", service.answer(not_kept()).await);
-    service.cut_off(post("cut-off", "A")).await;
+    service.cut_off(post("cut-off", "A"), 1).await;
     row(
         "the first run was cut off",
         service.answer(post("cut-off", "A")).await,
+    );
+    service.cut_off(post("cut-off-thrice", "A"), 3).await;
+    row(
+        "three runs in a row were cut off",
+        service.answer(post("cut-off-thrice", "A")).await,
     );
     service
         .store
@@ -184,7 +215,8 @@ async fn column(service: Service) -> Vec<(&'static str, String)> {
     );
 
     for (situation, status) in [
-        ("retry after the handler's 400", 400),
+        ("retry after the handler's 303", 303),
+        ("retry after its 400", 400),
         ("retry after its 401", 401),
         ("retry after its 402", 402),
         ("retry after its 409", 409),
@@ -207,7 +239,7 @@ async fn column(service: Service) -> Vec<(&'static str, String)> {
 
 fn table(columns: &[Vec<(&'static str, String)>]) -> String {
     let names = PROFILES.map(|profile| format!("`{profile:?}`")).join(" | ");
-    let mut table = format!("| situation | {names} |\n| --- | --- | --- | --- |\n");
+    let mut table = format!("| situation | {names} |\n| --- | --- | --- | --- | --- |\n");
     for (row, (situation, _)) in columns[0].iter().enumerate() {
         let cells: Vec<_> = columns
             .iter()
@@ -280,6 +312,9 @@ every_store! {
                 .required_methods([Method::PATCH])
                 .retention(Retention::standard())
                 .key_format(KeyFormat::structured())
+                .fingerprint(KeyOnly)
+                .recovery(Recovery::rerun())
+                .audience(Audience::Senders)
                 .ttl(HOUR)
                 .rejections(ErrorEnvelope::new().member("hint", |_| Some("own".into())))
                 .replay_header(header::HeaderName::from_static("x-replay"));
@@ -293,6 +328,10 @@ every_store! {
         assert_eq!(send(&own, post("bare", "A")).await.status, 400);
         assert_eq!(send(&own, post("\"K\"", "A")).await.status, 422);
         assert!(record(&store, "K").await.is_none(), "the standard retention frees the key");
+        cut_off(&store, &KeyOnly, post("rerun", "A"), 1).await;
+        assert_eq!(send(&own, post("\"rerun\"", "A")).await.status, 422, "it runs again");
+        cut_off(&store, &KeyOnly, post("thrice", "A"), 3).await;
+        assert_eq!(send(&own, post("\"thrice\"", "A")).await.status, 503, "a sender is to come back");
 
         let gateway = handler.behind(told(layer(), true));
         let missing = send(&gateway, request("POST", "/", None, "A")).await;
@@ -302,6 +341,9 @@ every_store! {
         let retry = send(&gateway, post("bare", "A")).await;
         retry.assert_replays(&first);
         assert_eq!(send(&gateway, post("bare", "B")).await.status, 409);
+        cut_off(&store, &ExactRequest, post("refused", "A"), 1).await;
+        let refused = send(&gateway, post("refused", "A")).await;
+        assert_eq!((refused.status.as_u16(), refused.header("retry-after")), (409, None));
         let record = record(&store, "bare").await.unwrap();
         let lives = record.expires.unwrap().as_micros() - record.completed.unwrap().as_micros();
         assert_eq!(lives, 7 * 24 * 3600 * 1_000_000);
@@ -322,7 +364,10 @@ every_store! {
                 let one = handler.behind(layer().profile(last));
                 send(&both, post("K", "A")).await;
                 for refused in [request("POST", "/", None, "A"), post("K", "B"), post("\"", "A")] {
-                    let (head, _) = refused.into_parts();
+                    let (mut head, _) = refused.into_parts();
+                    if last == Profile::Webhook && let Some(key) = head.headers.remove("idempotency-key") {
+                        head.headers.insert("webhook-id", key);
+                    }
                     let ask = |app| {
                         let request = Request::from_parts(head.clone(), Body::from("B"));
                         async move { send(&app, request).await }

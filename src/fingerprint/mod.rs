@@ -11,6 +11,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, Uri, header, request::Parts};
 use sha2::{Digest, Sha256};
 
+pub(crate) use self::json::{Named, Pointer};
 #[cfg(feature = "multipart")]
 pub use self::multipart::MultipartParts;
 pub use self::{

@@ -126,7 +126,7 @@ pub(crate) fn unkeyed<B>(options: &Options, request: &mut Request<B>, rejection:
     };
     #[cfg(feature = "metrics")]
     super::metrics::unkeyed(problem);
-    let observed = Observed::new(options, request.headers(), None);
+    let observed = Observed::unkeyed(options, request.headers(), rejection);
     let route = request.extensions().get::<MatchedPath>();
     tracing::info!(
         target: TARGET,

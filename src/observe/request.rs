@@ -5,7 +5,7 @@ use http::{HeaderMap, HeaderValue};
 use tracing::{Span, field::Empty, level_filters::LevelFilter};
 
 use super::Decision;
-use crate::{IdempotencyKey, options::Options, record::Record};
+use crate::{IdempotencyKey, Rejection, options::Options, record::Record};
 
 /// Where spans are filtered by target, this is theirs.
 const TARGET: &str = "tower_idempotency";
@@ -29,6 +29,30 @@ struct Ids {
 }
 
 impl Observed {
+    /// Of a request that cannot be run under a key. What would be one in a body that cannot be read, or is
+    /// none there, is not known, so no id is shown beside it.
+    pub(crate) fn unkeyed(options: &Options, headers: &HeaderMap, why: &Rejection) -> Self {
+        match (&options.key_pointer, why) {
+            (None, _) | (_, Rejection::KeyRequired) => Self::new(options, headers, None),
+            _ if LevelFilter::current() == LevelFilter::OFF => Self(None),
+            _ => Self::told(options, None, Vec::new()),
+        }
+    }
+
+    /// Of a request with this key in its body, where it is written like this.
+    pub(crate) fn by_member(
+        options: &Options,
+        headers: &HeaderMap,
+        key: &IdempotencyKey,
+        written: &Bytes,
+    ) -> Self {
+        let mut observed = Self::new(options, headers, Some(key));
+        if let Some(ids) = &mut observed.0 {
+            ids.keys.push(written.clone());
+        }
+        observed
+    }
+
     /// Of a request with this key, or with a malformed one or none.
     pub(crate) fn new(
         options: &Options,

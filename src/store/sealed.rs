@@ -10,7 +10,7 @@ use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
 use bytes::Bytes;
 
 pub use self::keys::{InvalidSealingKey, SealingKey, SealingKeys};
-use self::ring::{Purpose, Ring};
+pub(crate) use self::ring::{Purpose, Ring};
 use super::{
     Checkpoint, Checkpoints, Claim, ClaimRequest, Completion, Counts, Inspect, Joining, Lifetimes,
     Settled, Store, StoreError, StoreErrorKind, Ticket, check_checkpoint,

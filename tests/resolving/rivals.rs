@@ -1,9 +1,6 @@
 //! Late owners, duplicates, and others who ask at the same time.
 
-use tower_idempotency::{
-    InFlight, Recovery,
-    testing::Operation,
-};
+use tower_idempotency::{InFlight, Recovery, testing::Operation};
 
 use super::*;
 

@@ -5,6 +5,7 @@
 pub mod bodies;
 pub mod clock;
 pub mod database;
+pub mod faults;
 pub mod http2;
 pub mod logs;
 #[cfg(feature = "metrics")]
@@ -40,7 +41,9 @@ use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use tower_idempotency::{
     AnyStore, IdempotencyKey, IdempotencyLayer, IdempotentResponse, MemoryStore, Record, RecordId,
-    Scope, State as RecordState, store::Inspect, testing::FaultyStore,
+    Scope, State as RecordState,
+    store::Inspect,
+    testing::{Fault, FaultyStore, Operation, Times},
 };
 
 use self::{clock::TestClock, database::Database};
@@ -111,6 +114,14 @@ impl World {
             ),
             Data::Postgres(database) => open_postgres(database).await,
         })
+    }
+
+    /// The same of a process that falls silent once it has claimed: its heart does not beat, or it might do so
+    /// once more after a test has moved the time.
+    pub async fn open_silent(&self) -> TestStore {
+        let store = self.open().await;
+        store.fail(Operation::Renew, Fault::Before, Times::Always);
+        store
     }
 
     /// Whether its data can be reached behind the store's back.
@@ -477,11 +488,7 @@ pub async fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Waits until the store was asked this so often, for at most half a minute.
-pub async fn called(
-    store: &TestStore,
-    operation: tower_idempotency::testing::Operation,
-    calls: usize,
-) {
+pub async fn called(store: &TestStore, operation: Operation, calls: usize) {
     let called = store.called(operation, calls);
     let called = tokio::time::timeout(Duration::from_secs(30), called).await;
     called.unwrap_or_else(|_| panic!("{operation:?} was called {} times", store.calls(operation)));

@@ -134,6 +134,11 @@ impl Reply {
         (self.status, self.code())
     }
 
+    /// From all the bytes of a connection that has ended.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self::parse(bytes, true).unwrap_or_default()
+    }
+
     fn parse(bytes: &[u8], ended: bool) -> Option<Self> {
         let end = find(bytes, b"\r\n\r\n")?;
         let mut lines = bytes[..end].split(|byte| *byte == b'\n');

@@ -43,7 +43,7 @@ fn unicode(text: &mut Text<'_>, body: &[u8], at: usize) -> Result<usize, Unread>
 }
 
 /// The four digits of a `\u`.
-fn unit(body: &[u8], at: usize) -> Result<u32, Unread> {
+pub(super) fn unit(body: &[u8], at: usize) -> Result<u32, Unread> {
     let digits = body.get(at + 2..at + 6).ok_or(Unread::NotJson)?;
     digits.iter().try_fold(0, |unit, digit| {
         let digit = char::from(*digit).to_digit(16).ok_or(Unread::NotJson)?;

@@ -49,7 +49,7 @@ impl Ignored {
 }
 
 /// The token without its escapes: `~1` is a slash, `~0` a tilde.
-fn unescaped(token: &str) -> Option<String> {
+pub(super) fn unescaped(token: &str) -> Option<String> {
     let mut parts = token.split('~');
     let mut name = parts.next().unwrap_or_default().to_owned();
     for part in parts {

@@ -4,6 +4,7 @@ mod buffer;
 mod document;
 mod escapes;
 mod ignored;
+mod member;
 mod objects;
 mod order;
 mod reader;
@@ -16,6 +17,7 @@ use bytes::Bytes;
 use http::{HeaderMap, header, request::Parts};
 use sha2::{Digest, Sha256};
 
+pub(crate) use self::member::{Named, Pointer};
 use self::{document::Canonical, ignored::Ignored, reader::Unread};
 use super::{FingerprintScheme, UndecodableBody, essence, head_of};
 use crate::record::{Fingerprint, Scheme};

@@ -139,7 +139,7 @@ impl std::error::Error for InvalidSealingKey {}
 /// The id of a key is stored beside what it has sealed and shown in errors; it is no secret. Never give an
 /// id to another key.
 #[derive(Clone)]
-#[must_use = "without a SealedStore nothing is sealed"]
+#[must_use = "without a SealedStore or an Outbox nothing is sealed"]
 pub struct SealingKeys {
     pub(super) writes: (Box<str>, SealingKey),
     pub(super) opens: Vec<(Box<str>, SealingKey)>,
@@ -207,6 +207,11 @@ impl SealingKeys {
         self.hashes = Some(key);
         self.check_hashing_key();
         self
+    }
+
+    #[cfg(all(feature = "client", any(feature = "sqlite", feature = "postgres")))]
+    pub(crate) fn hashes_ids(&self) -> bool {
+        self.hashes.is_some()
     }
 
     /// It lives as long as the records, and the others do not.

@@ -19,17 +19,24 @@ use crate::{
 
 /// What a sealed value is; authenticated with it.
 #[derive(Clone, Copy)]
-pub(super) enum Purpose<'a> {
+pub(crate) enum Purpose<'a> {
     Response,
     /// The checkpoint of this name.
     Checkpoint(&'a str),
+    /// What an outbox keeps of an operation. Where it goes to stands beside it, and is not to be changed there.
+    #[cfg(all(feature = "client", any(feature = "sqlite", feature = "postgres")))]
+    Outbox {
+        domain: &'static str,
+        method: &'a str,
+        uri: &'a str,
+    },
 }
 
 /// The keys, ready for use.
-pub(super) struct Ring {
+pub(crate) struct Ring {
     writes: Key,
     opens: Vec<Key>,
-    opens_plain: bool,
+    pub(crate) opens_plain: bool,
     pub(super) names: Names,
 }
 
@@ -39,7 +46,7 @@ struct Key {
 }
 
 impl Ring {
-    pub(super) fn new(keys: SealingKeys) -> Self {
+    pub(crate) fn new(keys: SealingKeys) -> Self {
         let key = |(id, key): (Box<str>, SealingKey)| {
             let cipher = XChaCha20Poly1305::new(key.as_bytes().into());
             Key { id, cipher }
@@ -54,7 +61,7 @@ impl Ring {
 
     /// The sealed form, under the record of this stored name. `None` for more than the cipher can take,
     /// which is 256 GiB.
-    pub(super) fn seal(
+    pub(crate) fn seal(
         &self,
         stored: &RecordId,
         purpose: Purpose<'_>,
@@ -78,7 +85,7 @@ impl Ring {
         Some(out.into())
     }
 
-    fn open(
+    pub(crate) fn open(
         &self,
         stored: &RecordId,
         purpose: Purpose<'_>,
@@ -134,12 +141,18 @@ impl Ring {
 
 /// What is authenticated with a value: moved to another record, or another name, it does not open.
 fn bound_to(key_id: &str, stored: &RecordId, purpose: Purpose<'_>) -> Vec<u8> {
-    let (domain, name) = match purpose {
-        Purpose::Response => ("tower-idempotency sealed response 2", None),
+    let (domain, names) = match purpose {
+        Purpose::Response => ("tower-idempotency sealed response 2", [None, None]),
         Purpose::Checkpoint(name) => (
             "tower-idempotency sealed checkpoint 2",
-            Some(name.as_bytes()),
+            [Some(name.as_bytes()), None],
         ),
+        #[cfg(all(feature = "client", any(feature = "sqlite", feature = "postgres")))]
+        Purpose::Outbox {
+            domain,
+            method,
+            uri,
+        } => (domain, [Some(method.as_bytes()), Some(uri.as_bytes())]),
     };
     let parts = [
         domain.as_bytes(),
@@ -148,7 +161,9 @@ fn bound_to(key_id: &str, stored: &RecordId, purpose: Purpose<'_>) -> Vec<u8> {
         stored.key.as_bytes(),
     ];
     let mut bound = Vec::with_capacity(256);
-    prefixed(parts.iter().chain(&name), |bytes| bound.extend(bytes));
+    prefixed(parts.iter().chain(names.iter().flatten()), |bytes| {
+        bound.extend(bytes)
+    });
     bound
 }
 

@@ -1,0 +1,128 @@
+//! How an attempt fails, and how an operation ends by that.
+
+use std::{error::Error, fmt, io, time::Duration};
+
+use axum::BoxError;
+use bytes::Bytes;
+use http::Response;
+
+use super::{Attempt, Ended, NotSent, Unanswered, judgement::Judgement};
+
+/// An attempt that failed, and may be followed by another.
+pub(super) struct Failure {
+    pub(super) why: Why,
+    pub(super) hint: Option<Duration>,
+    pub(super) response: Option<Box<Response<Bytes>>>,
+    pub(super) source: Option<BoxError>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    /// The client could not even take the request.
+    NotReady,
+    /// There is no answer.
+    Failed,
+    /// Not in time.
+    TimedOut,
+    /// In the middle of the answer.
+    BrokeOff,
+    /// Another attempt is still running.
+    InFlight,
+    /// By a status that passes.
+    Refused,
+}
+
+impl Failure {
+    pub(super) fn of(why: Why, source: impl Into<BoxError>) -> Self {
+        Self {
+            why,
+            hint: None,
+            response: None,
+            source: Some(source.into()),
+        }
+    }
+
+    /// Of what sort the error of the network is, if it is one.
+    pub(super) fn network(&self) -> Option<io::ErrorKind> {
+        let mut cause: Option<&(dyn Error + 'static)> = Some(&**self.source.as_ref()?);
+        while let Some(error) = cause {
+            if let Some(error) = error.downcast_ref::<io::Error>() {
+                return Some(error.kind());
+            }
+            cause = error.source();
+        }
+        None
+    }
+
+    pub(super) fn ends(self, attempt: Attempt, is_sent: bool) -> Unanswered {
+        if !is_sent {
+            let why = NotSent::new("the client was not ready to send it");
+            return Unanswered::NotSent(match self.source {
+                Some(source) => why.with_source(source),
+                None => why,
+            });
+        }
+        let ended = Ended {
+            key: attempt.key,
+            attempts: attempt.number,
+            response: self.response,
+            retry_after: self.hint,
+            source: self.source,
+            is_timeout: self.why == Why::TimedOut,
+        };
+        match self.why {
+            Why::InFlight => Unanswered::StillInFlight(ended),
+            _ => Unanswered::GaveUp(ended),
+        }
+    }
+}
+
+/// There is no further request. That nothing was sent is only said where that is true.
+pub(super) fn not_made(why: NotSent, attempt: &Attempt, is_sent: bool) -> Unanswered {
+    if !is_sent {
+        return Unanswered::NotSent(why);
+    }
+    Unanswered::GaveUp(Ended {
+        key: attempt.key.clone(),
+        attempts: attempt.number - 1,
+        response: None,
+        retry_after: None,
+        source: Some(why.into()),
+        is_timeout: false,
+    })
+}
+
+pub(super) fn settled(
+    judgement: Judgement,
+    response: Response<Bytes>,
+    attempt: Attempt,
+) -> Unanswered {
+    let ended = Ended {
+        key: attempt.key,
+        attempts: attempt.number,
+        response: Some(Box::new(response)),
+        retry_after: None,
+        source: None,
+        is_timeout: false,
+    };
+    match judgement {
+        Judgement::Reused => Unanswered::Reused(ended),
+        Judgement::NotRetained(original_status) => Unanswered::NotRetained {
+            original_status,
+            ended,
+        },
+        _ => Unanswered::OutcomeUnknown(ended),
+    }
+}
+
+/// The source of an attempt that took too long.
+#[derive(Debug)]
+pub(super) struct TimedOut;
+
+impl fmt::Display for TimedOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("there was no whole answer in the time an attempt has")
+    }
+}
+
+impl Error for TimedOut {}

@@ -1,0 +1,223 @@
+//! What an outbox holds of one operation.
+
+use std::{fmt, time::Duration};
+
+use bytes::Bytes;
+use http::{Method, Response, StatusCode, Uri};
+
+use super::{
+    Operation, OutboxError,
+    database::Row,
+    form::{Form, Place},
+};
+use crate::{IdempotencyKey, Timestamp};
+
+/// An operation as it stood in the outbox when it was read.
+///
+/// `Debug` shows neither reference, key nor URI, and nothing of request and result.
+#[derive(Clone)]
+pub struct Entry {
+    row: Row,
+    state: EntryState,
+    form: Form,
+    window: Duration,
+}
+
+/// Where an operation stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum EntryState {
+    /// No final answer is known: it is to be sent, or sent again.
+    Pending,
+    /// It has had its effect.
+    Done,
+    /// The server has refused it, for good as far as it says.
+    Failed,
+}
+
+impl EntryState {
+    pub(in crate::client) fn code(self) -> i64 {
+        match self {
+            Self::Pending => 1,
+            Self::Done => 2,
+            Self::Failed => 3,
+        }
+    }
+
+    fn of(code: i64) -> Option<Self> {
+        let all = [Self::Pending, Self::Done, Self::Failed];
+        all.into_iter().find(|state| state.code() == code)
+    }
+
+    /// What an answer of this status means.
+    pub(in crate::client) fn after(status: StatusCode) -> Self {
+        match status.is_success() || status.is_redirection() {
+            true => Self::Done,
+            false => Self::Failed,
+        }
+    }
+}
+
+impl Entry {
+    /// `window`: how long after its beginning it may be sent.
+    pub(super) fn new(row: Row, form: &Form, window: Duration) -> Result<Self, OutboxError> {
+        Ok(Self {
+            state: EntryState::of(row.state).ok_or_else(OutboxError::damaged)?,
+            form: form.clone(),
+            row,
+            window,
+        })
+    }
+
+    /// The caller's own name for it.
+    pub fn reference(&self) -> &str {
+        &self.row.reference
+    }
+
+    /// The key that every attempt has.
+    pub fn key(&self) -> IdempotencyKey {
+        IdempotencyKey::new(&self.row.key)
+    }
+
+    /// Where it stood.
+    pub fn state(&self) -> EntryState {
+        self.state
+    }
+
+    /// Whether it may not be sent any more, by the database's clock when it was read: the server may have
+    /// forgotten the key by the time it arrives.
+    pub fn is_overdue(&self) -> bool {
+        let end = self.begun().after(self.window);
+        end <= Timestamp::from_micros(self.row.now)
+    }
+
+    /// When it was begun.
+    pub fn begun(&self) -> Timestamp {
+        Timestamp::from_micros(self.row.begun)
+    }
+
+    /// How many attempts were made, or were about to be made when the process died.
+    pub fn attempts(&self) -> u64 {
+        u64::try_from(self.row.attempts).unwrap_or_default()
+    }
+
+    /// When the last attempt was made.
+    pub fn last_attempt(&self) -> Option<Timestamp> {
+        self.row.attempted.map(Timestamp::from_micros)
+    }
+
+    /// Since when it is done or failed.
+    pub fn settled(&self) -> Option<Timestamp> {
+        self.row.settled.map(Timestamp::from_micros)
+    }
+
+    /// The status of its answer, also where nothing else of that was kept. `None` while it is pending, and where it
+    /// was settled by hand without an answer.
+    pub fn status(&self) -> Option<StatusCode> {
+        let status = u16::try_from(self.row.status?).ok()?;
+        StatusCode::from_u16(status).ok()
+    }
+
+    /// What is sent, with its key.
+    ///
+    /// # Errors
+    ///
+    /// [`Keys`](super::OutboxErrorKind::Keys) when it is sealed and does not open;
+    /// [`Damaged`](super::OutboxErrorKind::Damaged) when it is not what was written.
+    pub fn operation(&self) -> Result<Operation, OutboxError> {
+        let request = self
+            .form
+            .read_request(Place::of(&self.row), &self.row.request)?;
+        let method = Method::from_bytes(self.row.method.as_bytes());
+        let uri = self.row.uri.parse::<Uri>();
+        Ok(Operation {
+            method: method.map_err(|_| OutboxError::damaged())?,
+            uri: uri.map_err(|_| OutboxError::damaged())?,
+            headers: request.headers,
+            body: request.body,
+            key: Some(self.key()),
+        })
+    }
+
+    /// The recorded answer; `None` where there is none, or none was kept: of a body larger than 1 MiB or a stream
+    /// there is only the [`status`](Self::status).
+    ///
+    /// # Errors
+    ///
+    /// As [`operation`](Self::operation).
+    pub fn result(&self) -> Result<Option<Response<Bytes>>, OutboxError> {
+        let Some(stored) = &self.row.result else {
+            return Ok(None);
+        };
+        let kept = self.form.read_result(Place::of(&self.row), stored)?;
+        let mut response = Response::new(kept.body);
+        *response.status_mut() = kept.status;
+        *response.headers_mut() = kept.headers;
+        Ok(Some(response))
+    }
+
+    pub(super) fn token(&self) -> &[u8] {
+        &self.row.token
+    }
+
+    pub(super) fn place(&self) -> Place<'_> {
+        Place::of(&self.row)
+    }
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry")
+            .field("state", &self.state)
+            .field("is_overdue", &self.is_overdue())
+            .field("attempts", &self.attempts())
+            .field("status", &self.status())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What [`begin`](super::Outbox::begin) found or made.
+#[derive(Debug, Clone)]
+pub struct Begun {
+    pub(super) entry: Entry,
+    pub(super) is_new: bool,
+    pub(super) differs: bool,
+}
+
+impl Begun {
+    /// The operation of this reference, with the key and the body that the *first* one brought.
+    pub fn entry(&self) -> &Entry {
+        &self.entry
+    }
+
+    /// The same, to keep.
+    pub fn into_entry(self) -> Entry {
+        self.entry
+    }
+
+    /// Whether there was none of this reference before.
+    pub fn is_new(&self) -> bool {
+        self.is_new
+    }
+
+    /// Whether the one that was there asks for something else: method, URI, headers or body differ from those
+    /// brought this time, which are not kept. Either a mistake of the caller's, or a new intent, which needs a
+    /// reference of its own.
+    pub fn differs(&self) -> bool {
+        self.differs
+    }
+}
+
+/// How many operations an outbox holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct OutboxCounts {
+    /// To be sent.
+    pub pending: u64,
+    /// Pending for longer than they may be sent: somebody has to look up what became of them.
+    pub overdue: u64,
+    /// Done, and not purged yet.
+    pub done: u64,
+    /// Failed, and not purged yet.
+    pub failed: u64,
+}
