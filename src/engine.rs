@@ -79,16 +79,23 @@ impl<S: Store> Engine<S> {
 }
 
 impl<S: Inspect> Engine<S> {
-    /// Starts the background work, if none is running. Layers are built outside of any runtime, so
-    /// this happens with the first keyed request, and again should that runtime have ended.
+    /// Starts the background work, if none is running in this runtime. Layers are built outside of any, so
+    /// this happens with the first keyed request that comes in on it.
     pub(crate) fn maintain(&self) {
-        if let Some(mark) = Mark::set(&self.live.maintained)
-            && let Ok(runtime) = Handle::try_current()
-        {
-            let (store, options) = (self.store.clone(), self.options.clone());
-            let live = Arc::downgrade(&self.live);
-            let pace = self.live.pace();
-            runtime.spawn(maintenance::maintain(store, options, live, pace, mark));
+        if let Ok(runtime) = Handle::try_current() {
+            if let Some(heart) = self.live.hearts.begin(&runtime) {
+                let (store, options) = (self.store.clone(), self.options.clone());
+                let live = Arc::downgrade(&self.live);
+                let pace = self.live.pace();
+                runtime.spawn(maintenance::maintain(store, options, live, pace, heart));
+            }
+            // Of several runtimes one is enough for that; another takes it up when that one has ended.
+            #[cfg(feature = "metrics")]
+            if let Some(mark) = Mark::set(&self.live.shown) {
+                let (store, live) = (self.store.clone(), Arc::downgrade(&self.live));
+                let pace = self.live.pace();
+                runtime.spawn(maintenance::show(store, live, pace, mark));
+            }
         }
         // What was left behind when another runtime ended.
         self.settle_orphans();

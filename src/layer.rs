@@ -37,8 +37,8 @@ use crate::{TxOptions, store::TransactionalStore};
 /// router is first served; `.with_state(())` makes it do so at once.)
 ///
 /// Clones share one engine: places for runs, heartbeat, waiters, and [`drain`](Self::drain). A
-/// layer may be built outside of a runtime; its background work starts with the first keyed
-/// request, on the runtime that request came in on, and ends with the last handle.
+/// layer may be built outside of a runtime; its background work starts in each runtime with the first keyed
+/// request that comes in on it, and ends with that runtime or the last handle.
 ///
 /// ```
 /// use std::time::Duration;

@@ -240,6 +240,7 @@ mod engine;
 mod execution;
 mod extract;
 mod fingerprint;
+mod hearts;
 #[doc = include_str!("jobs.md")]
 pub mod jobs {}
 mod key;

@@ -18,8 +18,8 @@ use tokio::time::Instant;
 #[cfg(feature = "metrics")]
 use crate::pace::Beats;
 use crate::{
-    attempt::Attempt, back_off::BackOff, bounded::within, execution::Outcome, options::Options,
-    pace::Pace, record::RecordId, record::Token, store::Ticket, waiting::Waiting,
+    attempt::Attempt, back_off::BackOff, bounded::within, execution::Outcome, hearts::Hearts,
+    options::Options, pace::Pace, record::RecordId, record::Token, store::Ticket, waiting::Waiting,
 };
 
 /// The most claims left behind that wait to be settled at once. Those beyond it stay in flight
@@ -55,7 +55,9 @@ pub(crate) struct Live {
     /// Orphans not settled yet, the one at hand included.
     orphaned: AtomicUsize,
     pub(crate) settling: Arc<AtomicBool>,
-    pub(crate) maintained: Arc<AtomicBool>,
+    pub(crate) hearts: Arc<Hearts>,
+    #[cfg(feature = "metrics")]
+    pub(crate) shown: Arc<AtomicBool>,
     #[cfg(feature = "metrics")]
     beats: Mutex<Beats>,
     /// What the layers that share this want. The background task watches it, and ends when the last handle is
@@ -64,9 +66,9 @@ pub(crate) struct Live {
     pub(crate) warned_of_scope: AtomicBool,
 }
 
-/// Tokens are random: they need no hashing.
+/// Tokens are random, and ids of runtimes are few: they need no hashing.
 #[derive(Default)]
-struct AsIs(u64);
+pub(crate) struct AsIs(u64);
 
 impl Hasher for AsIs {
     fn write(&mut self, bytes: &[u8]) {
@@ -119,7 +121,9 @@ impl Live {
             orphans: Mutex::default(),
             orphaned: AtomicUsize::new(0),
             settling: Arc::default(),
-            maintained: Arc::default(),
+            hearts: Arc::default(),
+            #[cfg(feature = "metrics")]
+            shown: Arc::default(),
             #[cfg(feature = "metrics")]
             beats: Mutex::default(),
             pace: watch::channel(Pace::default()).0,
@@ -289,7 +293,7 @@ impl Live {
     /// Shows what goes on where nobody looks any more, since the runtime has ended that did.
     #[cfg(feature = "metrics")]
     pub(crate) fn show_at_the_end(&self) {
-        if !self.maintained.load(Ordering::Relaxed) {
+        if !self.shown.load(Ordering::Relaxed) {
             crate::observe::gauges::sample();
         }
     }

@@ -15,13 +15,17 @@ use tokio::{sync::watch, time::Instant};
 use crate::{
     bounded::{FOREVER, First, first, within},
     execution::{Tried, try_to_record},
+    hearts::Heart,
     live::{Live, Orphan},
     observe::{self, Observed, Operation},
     options::Options,
     pace::Pace,
     record::Token,
-    store::{Inspect, Settled, Store, StoreError, StoreErrorKind},
+    store::{Settled, Store, StoreError, StoreErrorKind},
 };
+
+#[cfg(feature = "metrics")]
+use crate::store::Inspect;
 
 /// How many records one purge removes at most, so that claims never wait long behind it.
 const PURGE_BATCH: usize = 500;
@@ -46,28 +50,36 @@ impl Drop for Mark {
     }
 }
 
-/// Heartbeat, purge, and what is shown of both and of the store. Side by side, so that a purge that takes its
-/// time costs no claim its lease.
-pub(crate) async fn maintain<S: Inspect>(
+/// Heartbeat and purge, in each runtime. Side by side, so that a purge that takes its time costs no claim its
+/// lease.
+pub(crate) async fn maintain<S: Store>(
     store: S,
     options: Arc<Options>,
     live: Weak<Live>,
     pace: watch::Receiver<Pace>,
+    _heart: Heart,
+) {
+    let beats = heartbeats(&store, &options, live, pace.clone());
+    first(beats, purges(&store, &options, pace)).await;
+}
+
+/// What is shown of both and of the store, until the last handle of the layer is gone.
+#[cfg(feature = "metrics")]
+pub(crate) async fn show<S: Inspect>(
+    store: S,
+    live: Weak<Live>,
+    mut pace: watch::Receiver<Pace>,
     mark: Mark,
 ) {
-    #[cfg(feature = "metrics")]
     let _ending = Ending(live.clone());
     // Dropped before that: what ends later then shows it by itself.
     let _mark = mark;
-    #[cfg(feature = "metrics")]
     let shown = first(
-        observe::gauges::show(live.clone()),
+        observe::gauges::show(live),
         count_records(&store, pace.clone()),
     );
-    #[cfg(not(feature = "metrics"))]
-    let shown = std::future::pending::<()>();
-    let beats = heartbeats(&store, &options, live, pace.clone());
-    first(beats, first(purges(&store, &options, pace), shown)).await;
+    let over = async { while pace.changed().await.is_ok() {} };
+    first(shown, over).await;
 }
 
 /// Shows what goes on once more when the background work ends, also with its runtime.

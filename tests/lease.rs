@@ -26,6 +26,7 @@ use support::{
     *,
 };
 use tokio::{
+    runtime::{self, Runtime},
     task::{JoinHandle, JoinSet},
     time::sleep,
 };
@@ -900,4 +901,62 @@ async fn a_purge_that_hangs_does_not_keep_the_heartbeat_from_beating() {
     handler.open_gate();
     assert_eq!(first.await.unwrap().status, 201);
     assert_eq!(handler.effects(), 1);
+}
+
+fn current_thread() -> Runtime {
+    let mut runtime = runtime::Builder::new_current_thread();
+    runtime.enable_all().build().unwrap()
+}
+
+/// A run that goes on in a runtime of its own for several leases, after `first` has served a request of the same
+/// layer, while another process asks for it all the time: it runs once.
+fn a_run_in_another_runtime_than(first: Runtime, before_it_ends: impl FnOnce(Runtime)) {
+    let (store, handler) = (MemoryStore::new(), Handler::new());
+    let lease = Duration::from_millis(300);
+    let process = || {
+        let layer = IdempotencyLayer::new(store.instance()).single_tenant();
+        handler.behind(layer.lease(lease).recovery(Recovery::rerun()))
+    };
+    let (app, other) = (process(), process());
+    assert_eq!(first.block_on(send(&app, post("first", "a"))).status, 201);
+
+    handler.close_gate();
+    let second = runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let running = second.spawn(async move { send(&app, post("k", "a")).await });
+    let third = current_thread();
+    third.block_on(handler.reached(2));
+    before_it_ends(first);
+    third.block_on(async {
+        let asked = Instant::now();
+        while asked.elapsed() < 5 * lease {
+            let said = send(&other, post("k", "a")).await.said();
+            assert_eq!(said, (409, IN_FLIGHT.to_owned()), "{:?}", asked.elapsed());
+            sleep(lease / 10).await;
+        }
+    });
+    handler.open_gate();
+    let ran = second.block_on(running).unwrap();
+    assert_eq!((ran.status.as_u16(), ran.replay), (201, false));
+    third
+        .block_on(send(&other, post("k", "a")))
+        .assert_replays(&ran);
+    assert_eq!(handler.effects(), 2);
+}
+
+// L2
+#[test]
+fn the_heart_beats_for_a_run_in_another_runtime_though_the_first_one_is_not_driven() {
+    // Until the end it exists, and nobody blocks on it.
+    let mut idle = None;
+    a_run_in_another_runtime_than(current_thread(), |first| idle = Some(first));
+}
+
+// L2
+#[test]
+fn the_heart_beats_for_a_run_in_another_runtime_though_the_first_one_has_ended() {
+    a_run_in_another_runtime_than(current_thread(), drop);
 }
