@@ -30,10 +30,16 @@ impl Hearts {
         if self.latest.load(Ordering::Relaxed) == number {
             return None;
         }
-        let mut beating = self.beating();
-        self.latest.store(number, Ordering::Relaxed);
-        let hearts = self.clone();
-        beating.insert(id).then_some(Heart { hearts, id })
+        let is_new = {
+            let mut beating = self.beating();
+            self.latest.store(number, Ordering::Relaxed);
+            beating.insert(id)
+        };
+        // Made only where it is wanted: dropped, it would say that none beats there.
+        is_new.then(|| Heart {
+            hearts: self.clone(),
+            id,
+        })
     }
 
     fn beating(&self) -> MutexGuard<'_, HashSet<runtime::Id>> {
@@ -61,4 +67,29 @@ fn number(id: runtime::Id) -> u64 {
     let mut number = AsIs::default();
     id.hash(&mut number);
     number.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_beats_in_each_runtime_until_its_task_ends() {
+        let hearts = Arc::new(Hearts::default());
+        let runtime = || runtime::Builder::new_current_thread().build().unwrap();
+        let (one, other) = (runtime(), runtime());
+        let first = hearts.begin(one.handle()).expect("the first one");
+        assert!(hearts.begin(one.handle()).is_none());
+        let second = hearts.begin(other.handle()).expect("one in each");
+        for _ in 0..2 {
+            assert!(hearts.begin(one.handle()).is_none());
+            assert!(hearts.begin(other.handle()).is_none());
+        }
+        drop(first);
+        assert!(hearts.begin(other.handle()).is_none());
+        let again = hearts.begin(one.handle());
+        assert!(again.is_some());
+        drop((second, again));
+        assert!(hearts.begin(other.handle()).is_some());
+    }
 }
