@@ -1,13 +1,13 @@
 //! A merchant that charges each order once, whatever becomes of its process: `cargo run --example outbox
 //! --features client` beside a running `quickstart`.
 //!
-//! With `REFERENCE` and `AMOUNT` (satang) it begins the charge of that order and sends it. Without them it sends
-//! what earlier runs have left behind. Either way it prints what became of each.
+//! With `REFERENCE` and `AMOUNT` (satang) it begins the charge of that order, if it was not begun yet, and sends it.
+//! Without them it sends what earlier runs have left behind. Either way it prints what became of each.
 //!
 //! Environment: `OUTBOX` (outbox.db), `SERVER` (http://127.0.0.1:3000), `HOLD_AT` (`before-send` or
 //! `before-recording`: there it waits for ever, to be killed).
 
-use std::{env, error::Error, future::pending, io::Write};
+use std::{env, error::Error, io::Write, thread};
 
 use axum::body::Body;
 use http::{HeaderValue, Request, header::CONTENT_TYPE};
@@ -21,16 +21,26 @@ use sqlx::{
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous},
 };
 use tower::{Layer, service_fn};
-use tower_idempotency::client::{Entry, Operation, Outbox, Relay, RetryLayer};
+use tower_idempotency::client::{
+    Entry, EntryState, Operation, Outbox, Relay, RetryLayer, Undelivered,
+};
+
+const HOLDS: [&str; 3] = ["", "before-send", "before-recording"];
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let variable = |name: &str, default: &str| env::var(name).unwrap_or_else(|_| default.into());
     let outbox = open(&variable("OUTBOX", "outbox.db")).await?;
     let hold_at = variable("HOLD_AT", "");
+    if !HOLDS.contains(&&*hold_at) {
+        return Err("HOLD_AT must be before-send or before-recording".into());
+    }
 
-    if let (Ok(reference), Ok(amount)) = (env::var("REFERENCE"), env::var("AMOUNT")) {
-        let amount: u64 = amount.parse()?;
+    let reference = env::var("REFERENCE").ok();
+    if let Some(reference) = &reference {
+        let amount: u64 = variable("AMOUNT", "")
+            .parse()
+            .map_err(|_| "AMOUNT must be a number of satang, beside REFERENCE")?;
         let server = variable("SERVER", "http://127.0.0.1:3000");
         let body = json!({ "order_id": reference, "amount_satang": amount });
         let charge = Operation::post(format!("{server}/payments").parse()?)
@@ -38,11 +48,13 @@ async fn main() -> Result<(), Box<dyn Error>> {
             .body(body.to_string());
         // The key is made here, once, and lies in the file with the body before anything is sent. In a program
         // with tables of its own this is `begin_in`, in the transaction that creates the order.
-        let begun = outbox.begin(&reference, charge).await?;
+        let begun = outbox.begin(reference, charge).await?;
         if begun.differs() {
-            return Err(format!("{reference} was begun with another amount").into());
+            return Err(
+                format!("{reference} was begun before, for something else: look it up").into(),
+            );
         }
-        hold("before-send", &hold_at).await;
+        hold("before-send", &hold_at);
     }
 
     let network: Client<HttpConnector, Body> =
@@ -51,29 +63,44 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let (network, hold_at) = (network.clone(), hold_at.clone());
         async move {
             let answer = network.request(request).await?;
-            hold("before-recording", &hold_at).await;
+            hold("before-recording", &hold_at);
             Ok::<_, hyper_util::client::legacy::Error>(answer)
         }
     });
+    let relay = Relay::new(outbox.clone(), RetryLayer::new().layer(client));
+    if let Some(reference) = reference {
+        return match relay.send(&reference).await {
+            Ok(delivered) => say(delivered.entry()),
+            Err(why) => say_pending(&reference, &why),
+        };
+    }
     // At the start, and in a real program from a timer too.
-    let relay = Relay::new(outbox, RetryLayer::new().layer(client));
     let resumed = relay.resume(100).await?;
-    for entry in resumed.done {
-        say("done", &entry)?;
+    for entry in resumed.done.iter().chain(&resumed.failed) {
+        say(entry)?;
     }
-    for entry in resumed.failed {
-        say("refused; mend it and reopen it", &entry)?;
+    for unfinished in &resumed.pending {
+        say_pending(&unfinished.reference, &unfinished.why)?;
     }
-    for unfinished in resumed.pending {
-        println!("{}: pending: {}", unfinished.reference, unfinished.why);
+    for entry in &resumed.overdue {
+        let reference = entry.reference();
+        println!("{reference}: too old to be sent: look it up and settle it");
     }
-    for entry in resumed.overdue {
-        say("too old to be sent; look it up and settle it", &entry)?;
-    }
+    let counts = outbox.counts().await?;
+    println!(
+        "{} pending, {} done, {} refused",
+        counts.pending, counts.done, counts.failed
+    );
+    // What was settled longer ago than the server keeps its keys; nothing else deletes it.
+    outbox.purge(1_000).await?;
     Ok(())
 }
 
-fn say(what: &str, entry: &Entry) -> Result<(), Box<dyn Error>> {
+fn say(entry: &Entry) -> Result<(), Box<dyn Error>> {
+    let what = match entry.state() {
+        EntryState::Done => "done",
+        _ => "refused",
+    };
     let answer = entry.result()?.map(|answer| answer.into_body());
     let answer = String::from_utf8_lossy(&answer.unwrap_or_default()).into_owned();
     let status = entry
@@ -83,12 +110,25 @@ fn say(what: &str, entry: &Entry) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Time to pull the plug.
-async fn hold(point: &str, at: &str) {
+fn say_pending(reference: &str, why: &Undelivered) -> Result<(), Box<dyn Error>> {
+    println!("{reference}: pending: {why}");
+    // Of which the last says what the network did.
+    let mut cause = why.source();
+    while let Some(error) = cause {
+        println!("    {error}");
+        cause = error.source();
+    }
+    Ok(())
+}
+
+/// Time to pull the plug: the thread stands still, so that no time-out ends it.
+fn hold(point: &str, at: &str) {
     if point == at {
         println!("holding {point}");
         let _ = std::io::stdout().flush();
-        pending::<()>().await;
+        loop {
+            thread::park();
+        }
     }
 }
 

@@ -51,13 +51,7 @@ async fn main() -> Result<ExitCode, Failure> {
     let server = serve(folder.path(), charges.clone()).await?;
     let network = bad_network(server).await?;
 
-    let layer = RetryLayer::new()
-        .back_off(Duration::from_millis(100), Duration::from_secs(1))
-        // The client below prints what became of which attempt.
-        .before_attempt(|head, _body, attempt| {
-            head.extensions.insert(attempt.clone());
-            Ok(())
-        });
+    let layer = RetryLayer::new().back_off(Duration::from_millis(100), Duration::from_secs(1));
     let impatient = layer.clone().attempt_timeout(PATIENCE);
     let lost = "The answer is lost: the connection is reset after the charge was committed.";
     play(network, "lost", lost, &layer).await?;
@@ -115,6 +109,7 @@ fn told(
 + 'static {
     let client = Client::builder(TokioExecutor::new()).build_http::<Body>();
     service_fn(move |request: Request<Body>| {
+        // Every request brings along which attempt it is.
         let line = Line::new(begun, request.extensions().get());
         let client = client.clone();
         async move {

@@ -2,16 +2,18 @@
 //! is cut off: `cargo run --example webhook_receiver`.
 //!
 //! Environment: `LISTEN` (127.0.0.1:3000; port 0 takes a free one), `DATABASE` (webhooks.db), `LEASE_MS` (30000),
-//! `WEBHOOK_SECRET` (`whsec_` and the secret in base64; the default is no secret), `RUST_LOG` (warn).
+//! `WEBHOOK_SECRET` (`whsec_` and the secret in base64, which is not empty; the default is known to everybody, so it
+//! warns of that), `RUST_LOG` (warn).
 //!
 //! The tour, which it prints as well, with its address. Deliveries are signed as the Standard Webhooks
 //! specification has it:
 //!
 //! ```sh
-//! deliver() { # path, id, body, further options of curl
-//!     at=$(date +%s); path=$1; id=$2; body=$3; shift 3
+//! # A route, an id, a body, and further options of curl.
+//! deliver() {
+//!     at=$(date +%s); route=$1; id=$2; body=$3; shift 3
 //!     signature=$(printf %s "$id.$at.$body" | openssl dgst -sha256 -hmac no-secret-at-all -binary | base64)
-//!     curl -i "http://127.0.0.1:3000$path" -H "webhook-id: $id" -H "webhook-timestamp: $at" \
+//!     curl -i "http://127.0.0.1:3000$route" -H "webhook-id: $id" -H "webhook-timestamp: $at" \
 //!         -H "webhook-signature: v1,$signature" -H 'Content-Type: application/json' -d "$body" "$@"
 //! }
 //! # An event, and its redelivery with another time stamp and signature: one payment, 200 both times.
@@ -28,12 +30,15 @@
 //! curl -i http://127.0.0.1:3000/webhooks -H 'webhook-id: evt_4' -d '{}'
 //! # A sender that names its event only in the body.
 //! deliver /webhooks/by-body '' '{"id":"evt_5","payment":"pay_5","amount_satang":500}'
-//! # Pull the plug in the middle, start it again, and redeliver: 503 until the lease is over, then 200.
+//! # Pull the plug in the middle of an event.
 //! deliver /webhooks evt_6 '{"id":"evt_6","payment":"pay_6","amount_satang":600}' -H 'X-Simulate: slow' &
 //! sleep 1; kill -9 PID; wait
-//! deliver /webhooks evt_6 '{"id":"evt_6","payment":"pay_6","amount_satang":600}'
-//! # What took effect.
+//! # Start it again, and redeliver: 503 until the lease of the killed one is over, then 200.
+//! LISTEN=127.0.0.1:3000 cargo run --quiet --example webhook_receiver > /dev/null & receiver=$!
+//! until deliver /webhooks evt_6 '{"id":"evt_6","payment":"pay_6","amount_satang":600}' -fsS; do sleep 3; done
+//! # What took effect, each once. Then the end.
 //! curl http://127.0.0.1:3000/payments
+//! kill $receiver
 //! ```
 
 use std::{
@@ -67,10 +72,12 @@ use sqlx::{Sqlite, SqlitePool, sqlite::SqliteConnectOptions, sqlite::SqliteJourn
 use tokio::{net::TcpListener, signal, sync::Notify, time::timeout};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    Idempotency, IdempotencyLayer, Profile, SqliteStore, Tx, TxError, store::Store,
+    Idempotency, IdempotencyLayer, Profile, Scope, SqliteStore, Tx, TxError, store::Store,
 };
 use tracing_subscriber::EnvFilter;
 
+/// The secret of the tour.
+const NO_SECRET: &str = "whsec_bm8tc2VjcmV0LWF0LWFsbA==";
 /// How much of a delivery is read.
 const BODY_LIMIT: usize = 256 * 1024;
 /// How old a delivery may be, and how far in the future. Each redelivery is signed anew.
@@ -100,9 +107,14 @@ async fn serve() -> Result<(), Failure> {
     let lease: NonZeroU32 = variable("LEASE_MS", "30000", "a whole number from 1")?;
     let secret: Secret = variable(
         "WEBHOOK_SECRET",
-        "whsec_bm8tc2VjcmV0LWF0LWFsbA==",
+        NO_SECRET,
         "whsec_ and the secret in base64",
     )?;
+    if secret.is_known() {
+        tracing::warn!(
+            "anybody can sign deliveries: set WEBHOOK_SECRET to the secret of your sender"
+        );
+    }
 
     // Payments and the records of events stand in one file, so that they are committed together.
     let not_open = |error: &dyn Error| Failure(1, format!("DATABASE {database}: {error}"));
@@ -118,9 +130,7 @@ async fn serve() -> Result<(), Failure> {
         .lease(lease)
         .request_body_limit(BODY_LIMIT)
         // A handler may run again after it failed; this way its earlier runs have left nothing.
-        .transactional()
-        // There is one sender. With several: `.scope(..)`, by whose signature it was.
-        .single_tenant();
+        .transactional();
     let app = app(payments.clone(), layer.clone(), secret);
 
     let listener = TcpListener::bind(listen).await;
@@ -149,13 +159,16 @@ async fn serve() -> Result<(), Failure> {
 
 /// From the outside in: panics become a 500, signatures are checked, and only then an id counts.
 fn app(payments: SqlitePool, layer: IdempotencyLayer<SqliteStore>, secret: Secret) -> Router {
+    // Each route is for another sender, so the ids of one say nothing about those of the other. Where several
+    // deliver to one route, the scope says as well whose signature it was. Clones share places for runs,
+    // heartbeat and drain.
+    let of_sender = |scope: &'static str| layer.clone().scope(move |_| Some(Scope::new(scope)));
     let by_header = Router::new()
         .route("/webhooks", post(receive))
-        .route_layer(layer.clone());
-    // A clone, so both share places for runs, heartbeat and drain.
+        .route_layer(of_sender("by header"));
     let by_body = Router::new()
         .route("/webhooks/by-body", post(receive))
-        .route_layer(layer.key_pointer("/id"));
+        .route_layer(of_sender("by body").key_pointer("/id"));
     by_header
         .merge(by_body)
         .route_layer(from_fn_with_state(secret, signed))
@@ -221,7 +234,8 @@ impl FromStr for Secret {
     fn from_str(text: &str) -> Result<Self, ()> {
         let encoded = text.strip_prefix("whsec_").ok_or(())?;
         let secret = BASE64_STANDARD.decode(encoded).map_err(|_| ())?;
-        Ok(Self(secret.into()))
+        // With none, anybody could sign.
+        (!secret.is_empty()).then(|| Self(secret.into())).ok_or(())
     }
 }
 
@@ -238,6 +252,11 @@ async fn signed(State(secret): State<Secret>, request: Request, next: Next) -> R
 }
 
 impl Secret {
+    /// Whether it is the one of the tour.
+    fn is_known(&self) -> bool {
+        NO_SECRET.parse().is_ok_and(|known: Self| known.0 == self.0)
+    }
+
     /// Whether one of the signatures is HMAC-SHA256 over `id.timestamp.body`, made lately. A sender that has no
     /// id beside the body signs an empty one.
     fn signed(&self, head: &Parts, body: &[u8]) -> bool {

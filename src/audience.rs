@@ -1,5 +1,7 @@
 //! Whom the layer's answers are for.
 
+use std::sync::Arc;
+
 use axum::body::Body;
 use http::{Response, StatusCode};
 
@@ -9,14 +11,18 @@ use crate::Rejection;
 /// and nothing else, as those of webhooks do. Set with [`IdempotencyLayer::audience`](crate::IdempotencyLayer::audience).
 ///
 /// A sender takes 2xx for "this event is dealt with", and many take 4xx for "never send this again". So what
-/// may pass, or has been dealt with already, is told to it in those terms. Codes and bodies are the same.
+/// may pass, or has been dealt with already, is told to it in those terms. Each code means the same to both.
 ///
 /// | situation | `Clients` | `Senders` |
 /// | --- | --- | --- |
 /// | in flight | 409, `Retry-After: 1` | 503, `Retry-After: 1` |
+/// | the key of another request that has not completed | 409, or [`reuse_status`](crate::IdempotencyLayer::reuse_status) | as in flight |
+/// | the key of another request that has | 409, or `reuse_status` | the same |
 /// | the outcome of an earlier run is unknown | 409 | 503, `Retry-After: 60` |
+/// | the first answer broke off while it was held back to be kept | 409: done, answer not kept | as [`recovery`](crate::IdempotencyLayer::recovery) says of a run that was cut off |
 /// | done, answer not kept, and it was a 2xx | 409 | that status, without a body, marked as a replay |
 /// | done, answer not kept, and it was no 2xx | 409 | 409 |
+/// | done, the kept answer cannot be read | 503, `Retry-After: 1` | as one that was not kept, if it was a 2xx; else 503, `Retry-After: 1` |
 /// | too many records of one scope | 429, `Retry-After: 60` | 503, `Retry-After: 60` |
 /// | the body ended early | 400 | 503, `Retry-After: 1` |
 /// | store out of reach, too many runs, transaction given up | 503, `Retry-After: 1` | 503, `Retry-After: 1` |
@@ -49,6 +55,28 @@ impl Audience {
             (Self::Senders, Rejection::OutcomeUnknown { .. }) => Some(60),
             (Self::Senders, Rejection::BodyIncomplete) => Some(1),
             _ => rejection.retry_after_seconds(),
+        }
+    }
+
+    /// Whether an answer whose body broke off leaves it unknown what its run did, whatever its head said.
+    /// Clients have seen it break off, and look the result up; senders have seen the status.
+    pub(crate) fn minds_broken_answers(self) -> bool {
+        self == Self::Senders
+    }
+
+    /// What a request is told that differs from one with the same key which has not completed.
+    pub(crate) fn differs_from_unfinished(
+        self,
+        original_request_id: Option<Arc<str>>,
+    ) -> Rejection {
+        match self {
+            Self::Clients => Rejection::KeyReused {
+                original_request_id,
+            },
+            // The key may be freed yet, and what is refused for good is lost then.
+            Self::Senders => Rejection::InFlight {
+                original_request_id,
+            },
         }
     }
 

@@ -29,11 +29,21 @@ pub(crate) fn encode<T: Serialize + ?Sized>(value: &T) -> Result<Bytes, Checkpoi
 
 pub(crate) fn decode<T: DeserializeOwned>(stored: &[u8]) -> Result<T, CheckpointError> {
     match stored.split_first() {
-        Some((&PLAIN, json)) => serde_json::from_slice(json)
-            .map_err(|error| CheckpointError(Kind::Mismatch(error.classify(), error.column()))),
+        Some((&PLAIN, json)) => {
+            serde_json::from_slice(json).map_err(|error| match is_too_deep(&error) {
+                true => CheckpointError(Kind::TooDeep),
+                false => CheckpointError(Kind::Mismatch(error.classify(), error.column())),
+            })
+        }
         Some((&SEALED, _)) => Err(CheckpointError(Kind::Sealed)),
         _ => Err(CheckpointError(Kind::Unreadable)),
     }
+}
+
+/// Whether what could not be read may well be JSON, nested deeper than serde_json reads. (It writes any depth.)
+pub(crate) fn is_too_deep(error: &serde_json::Error) -> bool {
+    // Nothing else of it tells; and no text of this category holds a part of the value.
+    error.is_syntax() && error.to_string().starts_with("recursion limit exceeded")
 }
 
 /// A checkpoint could not be saved, or not be read back.
@@ -66,6 +76,7 @@ enum Kind {
     Unwritable,
     /// What serde_json says may hold a part of the value, so only the kind and the place are kept.
     Mismatch(Category, usize),
+    TooDeep,
     Sealed,
     Unreadable,
     Misused(&'static str),
@@ -106,9 +117,13 @@ impl CheckpointError {
         matches!(&self.0, Kind::Store(error) if error.kind() == StoreErrorKind::Invalid)
     }
 
-    /// Whether the value could not be written as JSON, or what is saved is no JSON of the type asked for.
+    /// Whether the value could not be written as JSON, or what is saved is no JSON of the type asked for, or nested
+    /// deeper than 127 levels.
     pub fn is_value(&self) -> bool {
-        matches!(self.0, Kind::Unwritable | Kind::Mismatch(..))
+        matches!(
+            self.0,
+            Kind::Unwritable | Kind::Mismatch(..) | Kind::TooDeep
+        )
     }
 
     /// Whether the transaction that it was to be saved in failed for another one's sake: SQLSTATE 40001 or
@@ -129,9 +144,11 @@ impl CheckpointError {
             Kind::Statement(error) if error.is_passing() => StatusCode::SERVICE_UNAVAILABLE,
             #[cfg(any(feature = "sqlite", feature = "postgres"))]
             Kind::Statement(_) => StatusCode::INTERNAL_SERVER_ERROR,
-            Kind::Unwritable | Kind::Mismatch(..) | Kind::Unreadable | Kind::Misused(_) => {
-                StatusCode::INTERNAL_SERVER_ERROR
-            }
+            Kind::Unwritable
+            | Kind::Mismatch(..)
+            | Kind::TooDeep
+            | Kind::Unreadable
+            | Kind::Misused(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 }
@@ -168,6 +185,7 @@ impl fmt::Display for CheckpointError {
                 return write!(f, "a checkpoint is not of the type asked for, as column {column} of its JSON shows");
             }
             Kind::Mismatch(..) => "a checkpoint is no JSON: it was not saved by a handler, or is damaged",
+            Kind::TooDeep => "a checkpoint is nested deeper than the 127 levels that are read",
             Kind::Sealed => "a checkpoint is sealed; give the layer the SealedStore that it was saved through, or one with its key",
             Kind::Unreadable => "a checkpoint was not saved by a handler, or is damaged",
             Kind::Misused(why) => why,
@@ -242,6 +260,15 @@ mod tests {
         for broken in [&b"\x01"[..], b"\x01{", b"\x01{}{", b"\x01\xFF"] {
             assert!(matches!(why(broken).0, Kind::Mismatch(..)), "{broken:?}");
         }
+    }
+
+    #[test]
+    fn what_is_nested_deeper_than_is_read_is_not_said_to_be_damaged() {
+        let nested = |levels| format!("\u{1}{}{}", "[".repeat(levels), "]".repeat(levels));
+        decode::<serde_json::Value>(nested(127).as_bytes()).unwrap();
+        let deeper = decode::<serde_json::Value>(nested(128).as_bytes()).unwrap_err();
+        assert!(matches!(deeper.0, Kind::TooDeep) && deeper.is_value());
+        assert!(deeper.to_string().contains("127"), "{deeper}");
     }
 
     #[test]

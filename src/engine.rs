@@ -83,22 +83,29 @@ impl<S: Inspect> Engine<S> {
     /// this happens with the first keyed request that comes in on it.
     pub(crate) fn maintain(&self) {
         if let Ok(runtime) = Handle::try_current() {
-            if let Some(heart) = self.live.hearts.begin(&runtime) {
-                let (store, options) = (self.store.clone(), self.options.clone());
-                let live = Arc::downgrade(&self.live);
-                let pace = self.live.pace();
-                runtime.spawn(maintenance::maintain(store, options, live, pace, heart));
-            }
-            // Of several runtimes one is enough for that; another takes it up when that one has ended.
+            self.beat_in(&runtime);
             #[cfg(feature = "metrics")]
-            if let Some(mark) = Mark::set(&self.live.shown) {
-                let (store, live) = (self.store.clone(), Arc::downgrade(&self.live));
-                let pace = self.live.pace();
-                runtime.spawn(maintenance::show(store, live, pace, mark));
-            }
+            self.show_in(&runtime);
         }
         // What was left behind when another runtime ended.
         self.settle_orphans();
+    }
+
+    fn beat_in(&self, runtime: &Handle) {
+        if let Some(heart) = self.live.hearts.begin(runtime) {
+            let (store, options) = (self.store.clone(), self.options.clone());
+            let (live, pace) = (Arc::downgrade(&self.live), self.live.pace());
+            runtime.spawn(maintenance::maintain(store, options, live, pace, heart));
+        }
+    }
+
+    /// Of several runtimes one is enough for that; another takes it up when that one has ended.
+    #[cfg(feature = "metrics")]
+    fn show_in(&self, runtime: &Handle) {
+        if let Some(mark) = Mark::set(&self.live.shown) {
+            let (live, pace) = (Arc::downgrade(&self.live), self.live.pace());
+            runtime.spawn(maintenance::show(self.store.clone(), live, pace, mark));
+        }
     }
 
     /// Looks a record up, before anything is claimed.

@@ -321,9 +321,9 @@ where
     )));
     let ended = watched(answer, engine.live.aborted()).await;
     match ended {
-        Watched::Done(Ok((parts, body, outcome))) => {
-            hold.counts(false);
-            settle(hold, outcome).await;
+        Watched::Done(Ok((parts, body, ended))) => {
+            hold.counts(matches!(ended, Ended::CutOff));
+            settle(hold, ended.into()).await;
             Ok(answered(&engine.options, &attempt, &ticket, parts, body))
         }
         Watched::Done(Err(error)) => {
@@ -363,6 +363,23 @@ pub(crate) fn answered(
     options.marked(Response::from_parts(parts, body), decision.status())
 }
 
+/// How a run ended that has answered.
+enum Ended {
+    /// Its record becomes this.
+    Settle(Outcome),
+    /// It answered that it is done, and did not come to its end.
+    CutOff,
+}
+
+impl From<Ended> for Outcome {
+    fn from(ended: Ended) -> Self {
+        match ended {
+            Ended::Settle(outcome) => outcome,
+            Ended::CutOff => Self::Abandoned,
+        }
+    }
+}
+
 /// Calls the inner service and decides what becomes of the record, holding the response's body in
 /// memory where it is to be kept. `undo` is what becomes of it when this run did nothing.
 async fn answer<I, RB, S>(
@@ -372,7 +389,7 @@ async fn answer<I, RB, S>(
     body: Buffered,
     undo: Undo,
     observed: &Observed,
-) -> Result<(Parts, Body, Outcome), I::Error>
+) -> Result<(Parts, Body, Ended), I::Error>
 where
     I: Service<Request<Body>, Response = Response<RB>> + Clone,
     RB: http_body::Body<Data = Bytes> + Send + 'static,
@@ -385,20 +402,25 @@ where
     let said = parts.extensions.get::<Retain>().copied();
     let retain = said.unwrap_or_else(|| options.retention.decide(parts.status));
     let tombstone = Outcome::Completed(Completion::tombstone(parts.status));
-    match retain {
+    let (body, outcome) = match retain {
         // A rule by status knows nothing of an earlier run that was cut off; a handler may.
-        Retain::Release if said.is_none() => Ok((parts, body, undo.into())),
-        Retain::Release => Ok((parts, body, Outcome::Released)),
-        Retain::Keep => {
-            let (body, kept) = keep(options, &parts, body).await;
-            Ok((parts, body, kept.map_or(tombstone, Outcome::Completed)))
-        }
-        Retain::Tombstone => Ok((parts, body, tombstone)),
+        Retain::Release if said.is_none() => (body, undo.into()),
+        Retain::Release => (body, Outcome::Released),
+        Retain::Keep => match keep(options, &parts, body).await {
+            (body, Some(done)) => (body, Outcome::Completed(done)),
+            (body, None) if options.audience.minds_broken_answers() => {
+                observe::abandoned(CutOff::BrokeOff, observed);
+                return Ok((parts, body, Ended::CutOff));
+            }
+            (body, None) => (body, tombstone),
+        },
+        Retain::Tombstone => (body, tombstone),
         Retain::Abandon => {
             observe::abandoned(CutOff::GaveUp, observed);
-            Ok((parts, body, Outcome::Abandoned))
+            (body, Outcome::Abandoned)
         }
-    }
+    };
+    Ok((parts, body, Ended::Settle(outcome)))
 }
 
 /// Holds the response in memory, in the form in which it is kept. Without one its body is broken; one

@@ -128,6 +128,9 @@ impl Idempotency {
     /// checkpoints keeps them for a [`ttl`](crate::IdempotencyLayer::ttl), refuses another body as ever, and
     /// its next run is [`attempt`](Self::attempt) 2 or more.
     ///
+    /// Floats come back to the last bit. `NaN` and the infinities are written as `null`: they are not read as a
+    /// number, and `Some(NaN)` comes back as `None`. Nor is what is nested deeper than 127 levels read back.
+    ///
     /// ```
     /// use axum::{Router, body::Body, http::{Request, StatusCode}, routing::post};
     /// use tower::ServiceExt;

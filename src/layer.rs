@@ -211,7 +211,9 @@ impl<S: Inspect + Checkpoints> IdempotencyLayer<S> {
     /// The member is a string of 1 to 255 bytes (after escapes) that is not blank, or a number without fraction
     /// and exponent, whose digits are the key as they are written; so `17` and `"17"` are one key. What
     /// [`key_format`](Self::key_format) says of length and content holds as well. A `/` in a name is written
-    /// `~1`, a `~` is written `~0`; an element of an array is named by its number: `/events/0/id`.
+    /// `~1`, a `~` is written `~0`; an element of an array is named by its number, as in `/refs/0`. A pointer names one member: a batch with
+    /// many events is known by its first one then, and a second batch that begins alike would be taken for the
+    /// first; so name the id of the batch, or have each event delivered by itself.
     ///
     /// The body is read first, whatever the request's Content-Type, and nothing runs, is claimed or recorded
     /// before its key is known:

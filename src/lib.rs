@@ -190,7 +190,7 @@
 //! | `idempotency_unkeyed_total` | counter | `problem`: `missing`, `invalid` | requests that passed by [`MissingKey::Observe`] |
 //! | `idempotency_store_errors_total` | counter | `operation`; `kind`: a [`StoreErrorKind`](store::StoreErrorKind) or `timeout` | operations of the store that failed or were given up, each once, tries that are made again included |
 //! | `idempotency_resolved_total` | counter | `verdict`, `by` | records that were to be resolved |
-//! | `idempotency_abandoned_total` | counter | `why`: `panicked`, `failed`, `drained`, `gave_up` | runs of this process that were cut off, or that gave their outcome up: their claim was lost, or they answered with [`Retain::Abandon`] |
+//! | `idempotency_abandoned_total` | counter | `why`: `panicked`, `failed`, `drained`, `gave_up`, `broke_off` | runs of this process that were cut off, or that gave their outcome up: their claim was lost, or they answered with [`Retain::Abandon`]; under [`Audience::Senders`] also those whose answer broke off |
 //! | `idempotency_records_late_total` | counter | – | outcomes not recorded within `store_timeout`; recording goes on |
 //! | `idempotency_records_failed_total` | counter | – | outcomes given up without a record |
 //! | `idempotency_claim_seconds` | histogram | – | a claim, tries that are made again included |
@@ -298,8 +298,8 @@ pub use extract::{Idempotency, NoIdempotency, NotOwned};
 #[cfg(feature = "multipart")]
 pub use fingerprint::MultipartParts;
 pub use fingerprint::{
-    CanonicalJson, ExactRequest, FingerprintFn, FingerprintScheme, KeyOnly, UndecodableBody,
-    fingerprint_fn,
+    CanonicalJson, Endpoint, ExactRequest, FingerprintFn, FingerprintScheme, KeyOnly,
+    UndecodableBody, fingerprint_fn,
 };
 pub use key::{IdempotencyKey, InvalidKey, KeyFormat, MAX_KEY_LEN};
 pub use layer::{Drained, IdempotencyLayer};

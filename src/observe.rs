@@ -181,6 +181,7 @@ pub(crate) enum CutOff {
     Panicked,
     Drained,
     GaveUp,
+    BrokeOff,
 }
 
 impl CutOff {
@@ -191,6 +192,7 @@ impl CutOff {
             Self::Panicked => "panicked",
             Self::Drained => "drained",
             Self::GaveUp => "gave_up",
+            Self::BrokeOff => "broke_off",
         }
     }
 
@@ -202,6 +204,7 @@ impl CutOff {
             Self::GaveUp => {
                 "the handler does not know it: its claim may be lost, or it said so by Retain::Abandon"
             }
+            Self::BrokeOff => "the body of its answer broke off",
         }
     }
 }

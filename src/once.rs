@@ -3,6 +3,8 @@
 mod error;
 mod job;
 mod left;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod task;
 
 use std::{
     fmt,
@@ -19,7 +21,8 @@ use self::{
 };
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 use crate::{
-    CheckpointError, Rejection, Tx, TxError, store::TransactionalStore, transacted::Conflicted,
+    CheckpointError, Rejection, Tx, TxDatabase, TxError, store::TransactionalStore,
+    transacted::Conflicted,
 };
 use crate::{
     Fingerprint, Idempotency, IdempotencyKey, IdempotencyLayer, Scope,
@@ -97,14 +100,25 @@ use crate::{
 /// As with requests, an operation whose process dies, that panics, or fails with
 /// [`Failure::Unknown`] is abandoned, and the next call with its key gets what the
 /// [`resolver`](IdempotencyLayer::resolver) and [`recovery`](IdempotencyLayer::recovery) say: by default a refusal.
+/// (A run that was cut off or panicked uses up one of the attempts of
+/// [`Recovery::Rerun`](crate::Recovery::Rerun); one that failed does not.)
 /// With [`run_with`](Self::run_with) it can keep checkpoints, and goes on where it was;
 /// `run_in` commits its effect together with the record, so that nobody need be asked.
+///
+/// # Where it runs
+///
+/// `run` and `run_with` run in their caller's task, and get on only while they are polled. A consumer that awaits
+/// something else meanwhile, in another arm of a `select!` or in the `for_each` after a `buffer_unordered`, puts each
+/// call into a task of its own (`tokio::spawn`); else an operation stands still in the middle, with its
+/// connections and locks. `run_in` is such a task by itself, since others wait for an open transaction: it is in the
+/// caller's span, and the caller's task-locals are not there.
 ///
 /// # Cancel safety
 ///
 /// Dropped before a claim is sent, the future of a call leaves nothing behind. Dropped later, the operation goes on
 /// as a task of the runtime it was begun on, and its result is recorded; a claim that is won only after the drop is
-/// given back without a run. A runtime that ends takes its operations with it.
+/// given back without a run. A runtime that ends takes its operations with it; a call of `run_in` that is polled on
+/// another one ends with [`Rejection::TransactionFailed`](crate::Rejection::TransactionFailed) then.
 ///
 /// # Panics
 ///
@@ -205,9 +219,10 @@ impl<S: Inspect + Checkpoints> Once<S> {
     /// something else only under another key; what its [`Fingerprint`] is made of is for the caller to say, and
     /// `Fingerprint::of([""])` for all of them means that the key says everything.
     ///
-    /// The result must come back from its JSON as it was, which most types do; what serde_json writes in a way
-    /// that it does not read (a `NaN`, say) is [`OnceError::Unreadable`] for the calls that come later. A result
-    /// that cannot be written at all, or has more JSON than
+    /// The result must come back from its JSON as it was, which most types do, floats among them, to the last bit. But
+    /// `NaN` and the infinities are written as `null`: where a number is asked for, that is
+    /// [`OnceError::Unreadable`] for the calls that come later, and `Some(NaN)` comes back as `None`. Nor is what is
+    /// nested deeper than 127 levels read back. A result that cannot be written at all, or has more JSON than
     /// [`response_body_limit`](IdempotencyLayer::response_body_limit), reaches this caller; for later ones it is only
     /// known that it is done ([`Rejection::ResponseNotRetained`]).
     ///
@@ -319,12 +334,16 @@ impl<S: TransactionalStore> Once<S> {
     ///
     /// `Ok` commits, `Err` rolls back and frees the key. After a serialization failure or a deadlock (SQLSTATE 40001,
     /// 40P01) the operation is called again within this call, up to three times: of statements sent with `&mut tx`
-    /// and of the commit that is seen by itself; of others where the `Err` is a [`TxError`], a
-    /// [`CheckpointError`] or an `sqlx::Error` that says so.
+    /// and of the commit that is seen by itself; of others where the `Err` is a [`TxError`] or an `sqlx::Error`
+    /// that says so.
     ///
     /// All its effects must go through `Tx`; the chapter [`transactions`](crate::transactions) says what that asks
     /// and costs, and all of it holds here, with [`Rejection::TransactionFailed`] and
     /// [`Rejection::TransactionMisused`] for what is a status there.
+    ///
+    /// It runs in a task of its own, whether this call is polled or not, so that
+    /// [`max_hold`](crate::TxOptions::max_hold) holds wherever the call is awaited. Task-locals of the caller are not
+    /// found in it; its span is the parent of the operation's.
     ///
     /// ```
     /// # #[cfg(feature = "sqlite")] {
@@ -384,42 +403,119 @@ impl<S: TransactionalStore> Once<S> {
         F: Fn(Tx<S::Database>) -> A + Send + Sync + 'static,
         A: Future<Output = Result<T, E>> + Send + 'static,
     {
-        use axum::extract::FromRequestParts;
-
-        let Some(engine) = &self.transactional else {
-            return Err(OnceError::Refused(Rejection::TransactionMisused(
-                NOT_TRANSACTIONAL,
-            )));
-        };
-        let result = Left::default();
-        let leaves = result.clone();
-        let operation = Arc::new(operation);
-        let job = Job::new(move |extensions| {
-            let (operation, leaves) = (operation.clone(), leaves.clone());
-            let (mut head, ()) = http::Request::new(()).into_parts();
-            head.extensions = extensions;
-            Box::pin(async move {
-                let Ok(tx) = Tx::from_request_parts(&mut head, &()).await else {
-                    return job::refused(&Rejection::TransactionMisused(NOT_TRANSACTIONAL));
-                };
-                match operation(tx).await {
-                    Ok(value) => leaves.answering(Ok(value)),
-                    Err(error) => {
-                        let conflicts = is_conflict(&error);
-                        let failed = Err(Failure::NothingHappened(error));
-                        let mut response = leaves.answering(failed);
-                        if conflicts {
-                            response.extensions_mut().insert(Conflicted);
-                        }
-                        response
-                    }
-                }
-            })
-        });
-        let terms = Terms { scope, fingerprint };
-        let response = job::carry_out(engine, terms, key, job).await;
-        result.told_by(response).await
+        let operation = move |tx, _| operation(tx);
+        self.run_in_with(scope, key, fingerprint, operation).await
     }
+
+    /// As [`run_in`](Self::run_in), for operations that want to know of their run: its
+    /// [key](Idempotency::key), which [`attempt`](Idempotency::attempt) it is, and the
+    /// [keys](Idempotency::downstream_key) for the calls that its rows ask others to make later, say in an outbox.
+    ///
+    /// ```
+    /// # #[cfg(feature = "sqlite")] {
+    /// use sqlx::Sqlite;
+    /// use tower_idempotency::{
+    ///     Fingerprint, Idempotency, IdempotencyKey, IdempotencyLayer, Once, Scope, SqliteStore, Tx, TxError,
+    /// };
+    ///
+    /// async fn order(mut tx: Tx<Sqlite>, run: Idempotency) -> Result<(), TxError> {
+    ///     let charge = run.downstream_key("charge").expect("the layer has a secret");
+    ///     sqlx::query("INSERT INTO charges_to_make (key) VALUES (?1)")
+    ///         .bind(charge.as_str())
+    ///         .execute(&mut tx)
+    ///         .await?;
+    ///     Ok(())
+    /// }
+    ///
+    /// # tokio::runtime::Runtime::new().unwrap().block_on(async {
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let file = folder.path().join("service.db");
+    /// let store = SqliteStore::open(&file).await.unwrap();
+    /// # let pool = sqlx::SqlitePool::connect(file.to_str().unwrap()).await.unwrap();
+    /// # sqlx::query("CREATE TABLE charges_to_make (key TEXT)").execute(&pool).await.unwrap();
+    /// let once = Once::new(IdempotencyLayer::new(store).transactional().downstream_secret([7; 32]));
+    /// for replayed in [false, true] {
+    ///     let (scope, key) = (Scope::new("orders"), IdempotencyKey::new("order-17"));
+    ///     let done = once.run_in_with(scope, key, Fingerprint::of(["order-17"]), order).await.unwrap();
+    ///     assert_eq!(done.replayed, replayed);
+    /// }
+    /// # let made: i64 = sqlx::query_scalar("SELECT count(*) FROM charges_to_make").fetch_one(&pool).await.unwrap();
+    /// # assert_eq!(made, 1);
+    /// # });
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`run_in`](Self::run_in); a [`CheckpointError`] that says so is a conflict, too.
+    ///
+    /// # Panics
+    ///
+    /// As [`Once`] says. Its cancel safety stands there, too.
+    pub async fn run_in_with<T, E, F, A>(
+        &self,
+        scope: Scope,
+        key: IdempotencyKey,
+        fingerprint: Fingerprint,
+        operation: F,
+    ) -> Result<Done<T>, OnceError<E>>
+    where
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+        F: Fn(Tx<S::Database>, Idempotency) -> A + Send + Sync + 'static,
+        A: Future<Output = Result<T, E>> + Send + 'static,
+    {
+        let Some(engine) = self.transactional.clone() else {
+            let misused = Rejection::TransactionMisused(NOT_TRANSACTIONAL);
+            return Err(OnceError::Refused(misused));
+        };
+        let terms = Terms { scope, fingerprint };
+        let call = async move {
+            let result = Left::default();
+            let job = in_transaction(Arc::new(operation), result.clone());
+            let response = job::carry_out(&engine, terms, key, job).await;
+            result.told_by(response).await
+        };
+        // Whether it was committed before its runtime ended, the record tells the next call.
+        let cut_off = || Err(OnceError::Refused(Rejection::TransactionFailed));
+        task::apart(call).await.unwrap_or_else(cut_off)
+    }
+}
+
+/// An operation that is begun with a transaction, as often as the engine says.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+fn in_transaction<DB, T, E, F, A>(operation: Arc<F>, leaves: Left<T, E>) -> Job
+where
+    DB: TxDatabase,
+    T: Serialize + DeserializeOwned + Send + 'static,
+    E: Send + 'static,
+    F: Fn(Tx<DB>, Idempotency) -> A + Send + Sync + 'static,
+    A: Future<Output = Result<T, E>> + Send + 'static,
+{
+    use axum::extract::FromRequestParts;
+
+    Job::new(move |extensions| {
+        let (operation, leaves) = (operation.clone(), leaves.clone());
+        let (mut head, ()) = http::Request::new(()).into_parts();
+        head.extensions = extensions;
+        Box::pin(async move {
+            let tx = Tx::from_request_parts(&mut head, &()).await;
+            let (Ok(tx), Some(run)) = (tx, head.extensions.remove::<Idempotency>()) else {
+                return job::refused(&Rejection::TransactionMisused(NOT_TRANSACTIONAL));
+            };
+            match operation(tx, run).await {
+                Ok(value) => leaves.answering(Ok(value)),
+                Err(error) => {
+                    let conflicts = is_conflict(&error);
+                    let mut response = leaves.answering(Err(Failure::NothingHappened(error)));
+                    if conflicts {
+                        response.extensions_mut().insert(Conflicted);
+                    }
+                    response
+                }
+            }
+        })
+    })
 }
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use http::{HeaderName, Method, StatusCode};
 
 use crate::{
-    Audience, ErrorEnvelope, ExactRequest, KeyFormat, KeyOnly, ProblemJson, Recovery, Retain,
+    Audience, Endpoint, ErrorEnvelope, ExactRequest, KeyFormat, ProblemJson, Recovery, Retain,
     Retention,
     options::{KEY_HEADER, Options},
     rendering::DOCUMENTATION,
@@ -25,13 +25,14 @@ const WEBHOOK_ID: HeaderName = HeaderName::from_static("webhook-id");
 /// | `header_name`, unless it is set | `Idempotency-Key` | `Idempotency-Key` | `Idempotency-Key` | `webhook-id` |
 /// | `required_methods` | POST | POST | none | POST |
 /// | `key_format` | [`any`](KeyFormat::any) | [`any`](KeyFormat::any) | [`bare`](KeyFormat::bare) | [`any`](KeyFormat::any) |
-/// | `fingerprint` | [`ExactRequest`] | [`ExactRequest`] | [`ExactRequest`] | [`KeyOnly`] |
+/// | `fingerprint` | [`ExactRequest`] | [`ExactRequest`] | [`ExactRequest`] | [`Endpoint`]: method and path |
 /// | `reuse_status` | 409 | 422 | 400 | 409 |
 /// | `rejections` | [`ErrorEnvelope`] | [`ProblemJson`] | [`ProblemJson`] | [`ProblemJson`] |
 /// | `audience` | [`Clients`](Audience::Clients) | [`Clients`](Audience::Clients) | [`Clients`](Audience::Clients) | [`Senders`](Audience::Senders) |
 /// | `retention` | [`strict`](Retention::strict) | [`standard`](Retention::standard) | [`standard`](Retention::standard) | 2xx is kept, all else frees the key |
 /// | `recovery` | [`Refuse`](Recovery::Refuse) | [`Refuse`](Recovery::Refuse) | [`Refuse`](Recovery::Refuse) | [`rerun`](Recovery::rerun), at most three runs |
 /// | `ttl` | 7 days | 24 h | 24 h | 7 days |
+/// | `abandoned_ttl` | none: for ever | none: for ever | none: for ever | 7 days |
 /// | `replay_header` | `Idempotent-Replay` | `Idempotent-Replay` | `Idempotent-Replayed` | `Idempotent-Replay` |
 /// | `documentation_url` | as it is | this crate's, unless it is set | as it is | as it is |
 ///
@@ -49,6 +50,24 @@ pub enum Profile {
     Stripe,
     /// A receiver of webhooks: a delivery is answered with 2xx only once a run of its event has completed; while
     /// one is running, and when it has failed, the sender is told to come back.
+    ///
+    /// **One event, one route.** An id that comes to a second route of the same scope is refused with 409. Where
+    /// both routes are to run it, put the route into the [`scope`](crate::IdempotencyLayer::scope):
+    ///
+    /// ```
+    /// # use tower_idempotency::{IdempotencyLayer, MemoryStore, Profile, Scope};
+    /// # #[derive(Clone)]
+    /// # struct Sender { id: &'static str }
+    /// let layer = IdempotencyLayer::new(MemoryStore::new()).profile(Profile::Webhook);
+    /// let of_route = |route: &'static str| {
+    ///     layer.clone().scope(move |head| {
+    ///         let sender = head.extensions.get::<Sender>()?;
+    ///         Some(Scope::new(format!("{route} {}", sender.id)))
+    ///     })
+    /// };
+    /// let (billing, mail) = (of_route("billing"), of_route("mail"));
+    /// # let _ = (billing, mail);
+    /// ```
     ///
     /// **Its handlers run again after they have failed**, panicked or been cut off. What makes that safe:
     /// [`transactional`](crate::IdempotencyLayer::transactional) with [`Tx`](crate::transactions), or
@@ -70,6 +89,7 @@ impl Profile {
         options.retention = Retention::standard();
         options.recovery = Recovery::Refuse;
         options.ttl = DAY;
+        options.abandoned_ttl = None;
         options.replay_header = REPLAY_HEADER;
         match self {
             Self::Gateway => {
@@ -91,7 +111,7 @@ impl Profile {
             }
             Self::Webhook => {
                 options.name_header(WEBHOOK_ID);
-                options.fingerprint = Arc::new(KeyOnly);
+                options.fingerprint = Arc::new(Endpoint);
                 options.audience = Audience::Senders;
                 options.retention = Retention::new(|status| match status.is_success() {
                     true => Retain::Keep,
@@ -99,6 +119,7 @@ impl Profile {
                 });
                 options.recovery = Recovery::rerun();
                 options.ttl = 7 * DAY;
+                options.abandoned_ttl = Some(7 * DAY);
             }
         }
     }

@@ -93,8 +93,9 @@ pub enum Rejection {
     },
     /// An earlier run was cut off and its outcome is unknown.
     ///
-    /// Told as not retryable, with a [`Resolver`](crate::Resolver) too, since nobody knows when that will know
-    /// more. The same request may be sent again later all the same: it gets the answer once there is one, and
+    /// Clients are told that it is not retryable, with a [`Resolver`](crate::Resolver) too, since nobody knows when
+    /// that will know more. Senders of events ([`Audience::Senders`](crate::Audience)) are told to come back after a
+    /// minute, since a delivery that is given up is lost. The same request may be sent again later all the same: it gets the answer once there is one, and
     /// never runs a second time unless [`Recovery::Rerun`](crate::Recovery::Rerun) says so.
     OutcomeUnknown {
         /// The id of the first request.
@@ -261,6 +262,9 @@ impl Rejection {
                     "The request with this idempotency key was done, but its answer was not kept. Look the result up; it will not run again.",
                 ),
             },
+            Self::OutcomeUnknown { .. } if context.retry_after_seconds(self).is_some() => return Cow::Borrowed(
+                "Earlier attempts with this idempotency key were cut off and their outcome is unknown. Send the same request with the same key again after the time given: it gets the answer once the service has settled it. Do not send the action under a new key.",
+            ),
             Self::OutcomeUnknown { .. } => return Cow::Borrowed(
                 "An earlier attempt with this idempotency key was cut off and its outcome is unknown. Look the true state up; do not send the action under a new key.",
             ),

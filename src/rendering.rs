@@ -38,7 +38,7 @@ pub struct RejectionContext<'a> {
 
 impl<'a> RejectionContext<'a> {
     /// A context for testing a renderer: the key in `idempotency-key`, no request id, no
-    /// documentation.
+    /// documentation, and to be sent again when [`Rejection::retry_after_seconds`] says.
     pub fn new(status: StatusCode, method: &'a str, path: &'a str) -> Self {
         Self {
             status,
@@ -50,6 +50,30 @@ impl<'a> RejectionContext<'a> {
             documentation_url: None,
             retry_after: None,
         }
+    }
+
+    /// The same, to be sent again after so many seconds whatever the rejection: as under an
+    /// [`Audience`](crate::Audience) that has its own mind about it.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    ///
+    /// ```
+    /// use axum::http::StatusCode;
+    /// use tower_idempotency::{ProblemJson, Rejection, RejectionContext, RenderRejection};
+    ///
+    /// let unknown = Rejection::OutcomeUnknown { original_request_id: None };
+    /// // What a sender of events is told.
+    /// let context = RejectionContext::new(StatusCode::SERVICE_UNAVAILABLE, "POST", "/webhooks").retry_after(60);
+    /// assert_eq!(context.retry_after_seconds(&unknown), Some(60));
+    /// assert_eq!(ProblemJson.render(&unknown, &context).headers()["retry-after"], "60");
+    /// ```
+    #[must_use]
+    pub fn retry_after(mut self, seconds: u64) -> Self {
+        assert!(seconds > 0, "retry_after must be longer than zero");
+        self.retry_after = Some(seconds);
+        self
     }
 
     /// After how many seconds the refused request may be sent again, `None` where that cannot help: what

@@ -29,7 +29,13 @@ impl Options {
             Some(Ok(retained)) => retained.into_response(),
             Some(Err(error)) => {
                 observe::damaged_record(&error);
-                return self.refuse(Some(head), &Rejection::StoreUnavailable, observed);
+                // It was done all the same.
+                match self.audience.in_place_of(record.status) {
+                    Some(response) => response,
+                    None => {
+                        return self.refuse(Some(head), &Rejection::StoreUnavailable, observed);
+                    }
+                }
             }
             None => match self.audience.in_place_of(record.status) {
                 Some(response) => response,

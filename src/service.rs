@@ -762,13 +762,16 @@ impl<S: Inspect> Engine<S> {
         }
     }
 
+    /// As [`same`](Self::same), of a record that is not completed.
     fn same_as_held(&self, asked: &Asked<'_>, held: &Held) -> Result<(), Rejection> {
         if self.same(asked, &held.scheme, &held.fingerprint) {
             return Ok(());
         }
-        Err(Rejection::KeyReused {
-            original_request_id: held.request_id.clone(),
-        })
+        let original_request_id = held.request_id.clone();
+        Err(self
+            .options
+            .audience
+            .differs_from_unfinished(original_request_id))
     }
 }
 

@@ -14,6 +14,8 @@ mod example;
 mod hook;
 #[path = "client_retry/keys.rs"]
 mod keys;
+#[path = "client_retry/nested.rs"]
+mod nested;
 #[path = "client_retry/options.rs"]
 mod options;
 #[path = "client_retry/readiness.rs"]
@@ -25,3 +27,5 @@ mod served;
 mod support;
 #[path = "client_retry/tcp.rs"]
 mod tcp;
+#[path = "client_retry/wire.rs"]
+mod wire;

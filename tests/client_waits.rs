@@ -4,6 +4,7 @@ use std::{
     future::{pending, ready},
     io,
     sync::{Arc, Mutex},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -381,4 +382,124 @@ async fn whoever_drops_the_future_ends_the_retrying() {
     assert!(waited.is_err());
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert_eq!(attempts.instants().len(), 2);
+}
+
+/// A body that never ends, after an error's head.
+fn hanging(status: u16, fields: &[(&str, &str)]) -> Response<Body> {
+    let body = http_body_util::StreamBody::new(futures_util::stream::pending::<
+        Result<http_body::Frame<bytes::Bytes>, io::Error>,
+    >());
+    told(status, fields, "").map(|_| Body::new(body))
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_hint_of_an_error_counts_though_its_body_does_not_come_to_its_end() {
+    // The attempt's time is over first.
+    let hangs = waits_after(|| hanging(429, &[("retry-after", "20")])).await;
+    let ten = Duration::from_secs(10);
+    assert_hinted((hangs.0 - ten, hangs.1 - ten), 20.0);
+    let breaks = waits_after(|| {
+        let broken = futures_util::stream::iter([Err::<bytes::Bytes, _>(io::Error::other("cut"))]);
+        told(503, &[("retry-after", "20")], "").map(|_| Body::from_stream(broken))
+    });
+    assert_hinted(breaks.await, 20.0);
+    // Nor does it matter that a body is not read.
+    let stream = [("retry-after", "20"), ("content-type", "text/event-stream")];
+    let unread = hanging(503, &stream);
+    let attempts = Attempts::default();
+    let unread = Mutex::new(Some(unread));
+    let unread = Arc::new(unread);
+    let client = answering(&attempts, 1, move || unread.lock().unwrap().take().unwrap());
+    RetryLayer::new()
+        .layer(client)
+        .oneshot(charge())
+        .await
+        .unwrap();
+    assert!(attempts.waits()[0] >= Duration::from_secs(20));
+}
+
+/// Ready from some instant on.
+#[derive(Clone)]
+struct Late<S> {
+    inner: S,
+    from: Instant,
+}
+
+impl<S: Service<Request<Body>>> Service<Request<Body>> for Late<S> {
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        if Instant::now() >= self.from {
+            return self.inner.poll_ready(cx);
+        }
+        let (waker, from) = (cx.waker().clone(), self.from);
+        tokio::spawn(async move {
+            tokio::time::sleep_until(from).await;
+            waker.wake();
+        });
+        Poll::Pending
+    }
+
+    fn call(&mut self, request: Request<Body>) -> S::Future {
+        self.inner.call(request)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn dates_are_made_once_the_client_is_ready_and_the_attempts_time_goes_on() {
+    let (signed, attempts) = (Attempts::default(), Attempts::default());
+    let hook = signed.clone();
+    let layer = RetryLayer::new().retries(0).before_attempt(move |_, _, _| {
+        hook.note();
+        Ok(())
+    });
+    let from = Instant::now() + Duration::from_secs(6);
+    let late = Late {
+        inner: silent(&attempts),
+        from,
+    };
+    let begun = Instant::now();
+    // Called as one must not, so that the wait is the attempt's.
+    let unanswered = layer.layer(late).call(charge()).await.unwrap_err();
+    assert!(gave_up(unanswered).is_timeout());
+    assert_eq!(begun.elapsed(), Duration::from_secs(10));
+    assert_eq!(signed.instants(), attempts.instants());
+    assert!(signed.instants()[0] >= from);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_is_never_ready_has_the_whole_time_and_no_more() {
+    let attempts = Attempts::default();
+    let never = Late {
+        inner: silent(&attempts),
+        from: Instant::now() + Duration::from_secs(1_000_000),
+    };
+    let begun = Instant::now();
+    let layer = RetryLayer::new().retries(1_000);
+    let unanswered = layer.layer(never).call(charge()).await.unwrap_err();
+    assert!(
+        matches!(unanswered, Unanswered::NotSent(_)),
+        "{unanswered:?}"
+    );
+    assert!(begun.elapsed() <= Duration::from_secs(90) + TICK);
+    assert!(attempts.instants().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_of_a_layer_inside_is_an_error_like_others() {
+    let attempts = Attempts::default();
+    let client = tower::ServiceBuilder::new()
+        .layer(RetryLayer::new().retries(1))
+        .timeout(Duration::from_secs(1))
+        .service(silent(&attempts));
+    let ended = gave_up(client.oneshot(charge()).await.unwrap_err());
+    assert!(!ended.is_timeout());
+    assert!(
+        ended
+            .source()
+            .unwrap()
+            .is::<tower::timeout::error::Elapsed>()
+    );
 }

@@ -1,6 +1,9 @@
 //! An operation that is asked for by scope, key and fingerprint runs once, whatever it is: the engine outside
 //! HTTP.
 
+#[cfg(all(feature = "postgres", feature = "sqlite"))]
+#[path = "once/by_hand.rs"]
+mod by_hand;
 #[path = "once/cut_off.rs"]
 mod cut_off;
 #[path = "once/failures.rs"]
@@ -16,8 +19,13 @@ mod hidden;
 mod killed;
 #[path = "once/limits.rs"]
 mod limits;
+#[cfg(all(feature = "postgres", feature = "sqlite"))]
+#[path = "once/own_task.rs"]
+mod own_task;
 #[path = "once/places.rs"]
 mod places;
+#[path = "once/results.rs"]
+mod results;
 #[path = "once/running.rs"]
 mod running;
 #[path = "once/stage.rs"]

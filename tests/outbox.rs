@@ -2,11 +2,17 @@
 
 #[path = "outbox/begun.rs"]
 mod begun;
+#[path = "outbox/contended.rs"]
+mod contended;
+#[path = "outbox/damaged.rs"]
+mod damaged;
 #[path = "outbox/ground.rs"]
 mod ground;
 #[cfg(unix)]
 #[path = "outbox/killed.rs"]
 mod killed;
+#[path = "outbox/late.rs"]
+mod late;
 #[path = "outbox/relayed.rs"]
 mod relayed;
 #[cfg(feature = "sealing")]
@@ -15,3 +21,5 @@ mod sealed;
 #[path = "outbox/settled.rs"]
 mod settled;
 mod support;
+#[path = "outbox/verdicts.rs"]
+mod verdicts;

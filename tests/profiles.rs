@@ -3,7 +3,11 @@
 
 mod support;
 
-use std::{fmt::Write as _, time::Duration};
+use std::{
+    fmt::Write as _,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use axum::{
     Router,
@@ -12,9 +16,10 @@ use axum::{
 };
 use support::*;
 use tokio::task::JoinHandle;
+use tower::ServiceExt;
 use tower_idempotency::{
-    Audience, ErrorEnvelope, ExactRequest, FingerprintScheme, IdempotencyKey, IdempotencyLayer,
-    KeyFormat, KeyOnly, Profile, RecordId, Recovery, Retain, Retention, Scope,
+    Audience, Endpoint, ErrorEnvelope, ExactRequest, FingerprintScheme, IdempotencyKey,
+    IdempotencyLayer, KeyFormat, KeyOnly, Profile, RecordId, Recovery, Retain, Retention, Scope,
     store::{ClaimRequest, Settled, Store},
     testing::{Fault, Operation, Times},
 };
@@ -43,11 +48,17 @@ struct Service {
 impl Service {
     async fn with(world: World, profile: Profile) -> Self {
         let store = world.open().await;
+        let broken = AtomicBool::new(false);
         // Answers as the path says.
-        let handler = Handler::answering(|seen| {
+        let handler = Handler::answering(move |seen| {
             let path = seen.uri.path().trim_start_matches('/');
             let mut response = Response::new(Body::from(format!("run {}", seen.run)));
             *response.status_mut() = path.parse().unwrap_or(StatusCode::CREATED);
+            if path == "broken" && !broken.swap(true, Ordering::Relaxed) {
+                let broken = std::io::Error::other("broken");
+                let frames = futures_util::stream::iter([Err::<bytes::Bytes, _>(broken)]);
+                *response.body_mut() = Body::from_stream(frames);
+            }
             if path == "not-kept" {
                 response.extensions_mut().insert(Retain::Tombstone);
             }
@@ -61,7 +72,7 @@ impl Service {
             world,
             store,
             scheme: match profile {
-                Profile::Webhook => Box::new(KeyOnly),
+                Profile::Webhook => Box::new(Endpoint),
                 _ => Box::new(ExactRequest),
             },
             app: handler.behind(layer),
@@ -162,6 +173,12 @@ async fn column(service: Service) -> Vec<(&'static str, String)> {
         "the key with another body",
         service.answer(post("K", "B")).await,
     );
+    row(
+        "the key at another path",
+        service
+            .answer(request("POST", "/elsewhere", Some("K"), "A"))
+            .await,
+    );
     let held = service.held().await;
     row(
         "the same while it runs",
@@ -171,11 +188,20 @@ async fn column(service: Service) -> Vec<(&'static str, String)> {
         "another body while it runs",
         service.answer(post("held", "B")).await,
     );
+    row(
+        "another path while it runs",
+        service
+            .answer(request("POST", "/elsewhere", Some("held"), "A"))
+            .await,
+    );
     service.handler.open_gate();
     held.await.unwrap();
     let not_kept = || request("POST", "/not-kept", Some("not-kept"), "A");
     send(&service.app, not_kept()).await;
     row("done, response not kept", service.answer(not_kept()).await);
+    let broken = || request("POST", "/broken", Some("broken"), "A");
+    drop(service.app.clone().oneshot(broken()).await.unwrap());
+    row("the first answer broke off", service.answer(broken()).await);
     service.cut_off(post("cut-off", "A"), 1).await;
     row(
         "the first run was cut off",

@@ -3,6 +3,8 @@
 
 mod support;
 
+#[path = "webhook/broken_answers.rs"]
+mod broken_answers;
 #[path = "webhook/by_member.rs"]
 mod by_member;
 #[path = "webhook/deliveries.rs"]
@@ -12,5 +14,7 @@ mod passing;
 #[cfg(unix)]
 #[path = "webhook/process.rs"]
 mod process;
+#[path = "webhook/routes.rs"]
+mod routes;
 #[path = "webhook/transactional.rs"]
 mod transactional;

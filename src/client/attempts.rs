@@ -9,25 +9,17 @@ use axum::{BoxError, body::Body};
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body::Body as HttpBody;
-use http_body_util::BodyExt;
 use tokio::time::{Instant, sleep};
 use tower_service::Service;
 
 use super::{
     Answered, Attempt, NotSent, Unanswered,
+    exchange::{Met, exchange},
     failure::{Failure, TimedOut, Why, not_made, settled},
-    hint::hint,
-    judgement::Judgement,
     observe, pause,
-    refusal::Refusal,
     retry_options::RetryOptions,
 };
-use crate::{
-    IdempotencyKey,
-    body::{Captured, capture_response},
-    bounded::{FOREVER, within},
-    execution::is_stream,
-};
+use crate::{IdempotencyKey, bounded::within};
 
 /// Where the request of each attempt comes from.
 pub(super) trait Source: Send {
@@ -40,6 +32,11 @@ pub(super) trait Source: Send {
         &mut self,
         attempt: u32,
     ) -> impl Future<Output = Result<Request<Bytes>, NotSent>> + Send;
+
+    /// Asked directly before the request is sent, however long the hook took: a no ends the operation.
+    fn may_still_be_sent(&mut self) -> bool {
+        true
+    }
 }
 
 /// Makes attempts until there is an answer, or no hope of one.
@@ -50,7 +47,7 @@ pub(super) async fn attempts<S, B, RB>(
     source: impl Source,
 ) -> Result<Response<Body>, Unanswered>
 where
-    S: Service<Request<B>, Response = Response<RB>> + Send,
+    S: Service<Request<B>, Response = Response<RB>> + Clone + Send,
     S::Future: Send,
     S::Error: Into<BoxError>,
     B: From<Bytes> + Send,
@@ -69,7 +66,7 @@ pub(super) async fn attempts_until<S, B, RB>(
     mut source: impl Source,
 ) -> Result<Response<Body>, Unanswered>
 where
-    S: Service<Request<B>, Response = Response<RB>> + Send,
+    S: Service<Request<B>, Response = Response<RB>> + Clone + Send,
     S::Future: Send,
     S::Error: Into<BoxError>,
     B: From<Bytes> + Send,
@@ -80,17 +77,14 @@ where
         number: 1,
         key: source.key().clone(),
     };
-    let mut is_sent = false;
+    // Of the last attempt that was made: one that could not be made changes nothing about it.
+    let mut last = None;
+    let mut tries = 0;
     loop {
-        let request = within(left(deadline), prepare(options, &mut source, &attempt)).await;
-        let request = match request.unwrap_or(Err(NotSent::new(TOO_LATE))) {
-            Ok(request) => request.map(B::from),
-            Err(why) => return Err(not_made(why, &attempt, is_sent)),
-        };
-        let limit = options.attempt_timeout.min(left(deadline));
-        let sent = send(options, &mut service, request, &mut is_sent);
-        let failure = match within(limit, sent).await {
-            Some(Sent::Answered(mut response, replayed)) => {
+        tries += 1;
+        let met = meet(deadline, options, &mut service, &mut source, &attempt).await;
+        let failure = match met {
+            Met::Answered(mut response, replayed) => {
                 response.extensions_mut().insert(Answered {
                     key: attempt.key,
                     attempts: attempt.number,
@@ -98,23 +92,32 @@ where
                 });
                 return Ok(response);
             }
-            Some(Sent::Settled(judgement, response)) => {
-                return Err(settled(judgement, response, attempt));
-            }
-            Some(Sent::Failed(failure)) => failure,
-            None => Failure::of(Why::TimedOut, TimedOut),
+            Met::Settled(judgement, response) => return Err(settled(judgement, response, attempt)),
+            Met::Over(unanswered) => return Err(unanswered),
+            Met::NotMade(why) => return Err(not_made(why, last, attempt)),
+            Met::Failed(failure) => failure,
         };
         let wait = match failure.hint {
             Some(hint) => pause::hinted(hint),
-            None => options.back_off.after(attempt.number),
+            None => options.back_off.after(tries),
         };
         // A wait that would end too late is not begun: whoever waits here learns the end at once.
-        if attempt.number > options.retries || wait >= left(deadline) {
-            return Err(failure.ends(attempt, is_sent));
+        let is_over = tries > options.retries || wait >= left(deadline);
+        if !is_over {
+            observe::attempt_failed(&attempt, &failure, wait);
         }
-        observe::attempt_failed(&attempt, &failure, wait);
+        match failure.why {
+            Why::NotReady if is_over => return Err(not_made(failure.not_ready(), last, attempt)),
+            Why::NotReady => {}
+            _ if is_over => return Err(failure.ends(attempt)),
+            _ => {
+                last = Some(failure);
+                attempt.number += 1;
+            }
+        }
+        // Whatever place this one has in a queue is given up for the time of the pause.
+        service = service.clone();
         sleep(wait).await;
-        attempt.number += 1;
     }
 }
 
@@ -122,6 +125,44 @@ const TOO_LATE: &str = "the time for the whole operation is over";
 
 pub(super) fn left(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
+}
+
+/// One attempt. The request is made once the client is ready, so that its dates and signatures are fresh when it
+/// is sent.
+async fn meet<S, B, RB>(
+    deadline: Instant,
+    options: &RetryOptions,
+    service: &mut S,
+    source: &mut impl Source,
+    attempt: &Attempt,
+) -> Met
+where
+    S: Service<Request<B>, Response = Response<RB>>,
+    S::Error: Into<BoxError>,
+    B: From<Bytes>,
+    RB: HttpBody<Data = Bytes> + Send + 'static,
+    RB::Error: Into<BoxError>,
+{
+    let begun = Instant::now();
+    let limit = options.attempt_timeout.min(left(deadline));
+    // One that is ready already says so again.
+    match within(limit, poll_fn(|cx| service.poll_ready(cx))).await {
+        Some(Ok(())) => {}
+        Some(Err(error)) => return Met::Failed(Failure::of(Why::NotReady, error)),
+        None => return Met::Failed(Failure::of(Why::NotReady, TimedOut::Ready)),
+    }
+    let limit = limit.saturating_sub(begun.elapsed());
+    let request = within(left(deadline), prepare(options, source, attempt)).await;
+    let request = match request {
+        Some(Ok(request)) => request.map(B::from),
+        Some(Err(why)) => return Met::NotMade(why),
+        None => return Met::NotMade(NotSent::new(TOO_LATE)),
+    };
+    if !source.may_still_be_sent() {
+        return Met::NotMade(NotSent::new(TOO_LATE));
+    }
+    let end = Instant::now() + limit.min(left(deadline));
+    exchange(options, end, service.call(request)).await
 }
 
 /// A fresh copy of the head, with whatever is new in each attempt, and the key, which never is.
@@ -132,118 +173,18 @@ async fn prepare(
 ) -> Result<Request<Bytes>, NotSent> {
     let (mut head, body) = source.request(attempt.number).await?.into_parts();
     let name = &options.keys.header_name;
-    let key = match head.headers.get(name) {
+    let mut key = match head.headers.get(name) {
         Some(key) => key.clone(),
         None => options.keys.write(&attempt.key)?,
     };
+    // It is as good as the answer it unlocks.
+    key.set_sensitive(true);
     head.headers.insert(name, key.clone());
     if let Some(hook) = &options.before_attempt {
         let failed = NotSent::new("the hook before the attempt has failed");
         hook(&mut head, &body, attempt).map_err(|error| failed.with_source(error))?;
         head.headers.insert(name, key);
     }
+    head.extensions.insert(attempt.clone());
     Ok(Request::from_parts(head, body))
-}
-
-/// What became of one attempt.
-enum Sent {
-    Answered(Response<Body>, bool),
-    Settled(Judgement, Response<Bytes>),
-    Failed(Failure),
-}
-
-async fn send<S, B, RB>(
-    options: &RetryOptions,
-    service: &mut S,
-    request: Request<B>,
-    is_sent: &mut bool,
-) -> Sent
-where
-    S: Service<Request<B>, Response = Response<RB>>,
-    S::Error: Into<BoxError>,
-    RB: HttpBody<Data = Bytes> + Send + 'static,
-    RB::Error: Into<BoxError>,
-{
-    // One that is ready already says so again.
-    if let Err(error) = poll_fn(|cx| service.poll_ready(cx)).await {
-        return Sent::Failed(Failure::of(Why::NotReady, error));
-    }
-    *is_sent = true;
-    let response = match service.call(request).await {
-        Ok(response) => response.map(Body::new),
-        Err(error) => return Sent::Failed(Failure::of(Why::Failed, error)),
-    };
-    match read(response, options.response_body_limit).await {
-        Ok(read) => judge(options, read),
-        Err(error) => Sent::Failed(Failure::of(Why::BrokeOff, error)),
-    }
-}
-
-/// How much of an error's body is read whatever the limit is: it tells what is to be done.
-const REFUSAL_LIMIT: usize = 64 * 1024;
-
-/// An answer, and what of it is in memory: nothing, if it is a stream or too large.
-struct Read {
-    response: Response<Body>,
-    data: Bytes,
-}
-
-/// An error is that of a body that broke off.
-async fn read(response: Response<Body>, limit: usize) -> Result<Read, BoxError> {
-    let (head, body) = response.into_parts();
-    let is_error = head.status.is_client_error() || head.status.is_server_error();
-    let limit = match is_error {
-        true => limit.max(REFUSAL_LIMIT),
-        false => limit,
-    };
-    let (data, body) = match is_stream(&head) {
-        true => (Bytes::new(), body),
-        // The attempt has a limit of its own.
-        false => match capture_response(body, limit, FOREVER).await {
-            Captured::Whole(data, body) => (data, body),
-            Captured::Not(body) => (Bytes::new(), body),
-            Captured::Broken(body) => match body.collect().await {
-                Err(error) => return Err(innermost(error)),
-                Ok(whole) => {
-                    let data = whole.to_bytes();
-                    (data.clone(), Body::from(data))
-                }
-            },
-        },
-    };
-    let response = Response::from_parts(head, body);
-    Ok(Read { response, data })
-}
-
-/// The body's own error, which every layer of bodies has put into one of axum's.
-fn innermost(error: axum::Error) -> BoxError {
-    let mut error = error.into_inner();
-    loop {
-        match error.downcast::<axum::Error>() {
-            Ok(outer) => error = outer.into_inner(),
-            Err(own) => return own,
-        }
-    }
-}
-
-fn judge(options: &RetryOptions, read: Read) -> Sent {
-    let Read { response, data } = read;
-    let (head, body) = response.into_parts();
-    let refusal = Refusal::read(&head.headers, &data);
-    let judgement = options.judge.judges(&head, &refusal);
-    match judgement {
-        Judgement::Answer { replayed } => {
-            Sent::Answered(Response::from_parts(head, body), replayed)
-        }
-        Judgement::Retry { in_flight } => Sent::Failed(Failure {
-            why: match in_flight {
-                true => Why::InFlight,
-                false => Why::Refused,
-            },
-            hint: hint(&head.headers, &refusal),
-            response: Some(Box::new(Response::from_parts(head, data))),
-            source: None,
-        }),
-        settled => Sent::Settled(settled, Response::from_parts(head, data)),
-    }
 }

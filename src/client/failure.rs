@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::Response;
 
 use super::{Attempt, Ended, NotSent, Unanswered, judgement::Judgement};
+use crate::IdempotencyKey;
 
 /// An attempt that failed, and may be followed by another.
 pub(super) struct Failure {
@@ -54,17 +55,15 @@ impl Failure {
         None
     }
 
-    pub(super) fn ends(self, attempt: Attempt, is_sent: bool) -> Unanswered {
-        if !is_sent {
-            let why = NotSent::new("the client was not ready to send it");
-            return Unanswered::NotSent(match self.source {
-                Some(source) => why.with_source(source),
-                None => why,
-            });
-        }
+    /// The end of the operation, of which this was the last attempt.
+    pub(super) fn ends(self, attempt: Attempt) -> Unanswered {
+        self.ends_after(attempt.number, attempt.key)
+    }
+
+    fn ends_after(self, attempts: u32, key: IdempotencyKey) -> Unanswered {
         let ended = Ended {
-            key: attempt.key,
-            attempts: attempt.number,
+            key,
+            attempts,
             response: self.response,
             retry_after: self.hint,
             source: self.source,
@@ -75,21 +74,28 @@ impl Failure {
             _ => Unanswered::GaveUp(ended),
         }
     }
+
+    /// The same, of an attempt that the client could not take.
+    pub(super) fn not_ready(self) -> NotSent {
+        let why = NotSent::new("the client was not ready to send it");
+        match self.source {
+            Some(source) => why.with_source(source),
+            None => why,
+        }
+    }
 }
 
-/// There is no further request. That nothing was sent is only said where that is true.
-pub(super) fn not_made(why: NotSent, attempt: &Attempt, is_sent: bool) -> Unanswered {
-    if !is_sent {
+/// There is no further request. That nothing was sent is only said where that is true: otherwise the operation ends
+/// as the last attempt did that was made.
+pub(super) fn not_made(why: NotSent, last: Option<Failure>, attempt: Attempt) -> Unanswered {
+    let Some(last) = last else {
         return Unanswered::NotSent(why);
-    }
-    Unanswered::GaveUp(Ended {
-        key: attempt.key.clone(),
-        attempts: attempt.number - 1,
-        response: None,
-        retry_after: None,
+    };
+    let last = Failure {
         source: Some(why.into()),
-        is_timeout: false,
-    })
+        ..last
+    };
+    last.ends_after(attempt.number - 1, attempt.key)
 }
 
 pub(super) fn settled(
@@ -102,10 +108,14 @@ pub(super) fn settled(
         attempts: attempt.number,
         response: Some(Box::new(response)),
         retry_after: None,
-        source: None,
+        source: match judgement {
+            Judgement::Unreadable => Some(Compressed.into()),
+            _ => None,
+        },
         is_timeout: false,
     };
     match judgement {
+        Judgement::Unreadable => Unanswered::GaveUp(ended),
         Judgement::Reused => Unanswered::Reused(ended),
         Judgement::NotRetained(original_status) => Unanswered::NotRetained {
             original_status,
@@ -115,14 +125,32 @@ pub(super) fn settled(
     }
 }
 
-/// The source of an attempt that took too long.
+/// The source of an attempt that took too long, and what it has waited for.
 #[derive(Debug)]
-pub(super) struct TimedOut;
+pub(super) enum TimedOut {
+    Ready,
+    Answer,
+}
 
 impl fmt::Display for TimedOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("there was no whole answer in the time an attempt has")
+        f.write_str(match self {
+            Self::Ready => "the client was not ready in the time an attempt has",
+            Self::Answer => "there was no whole answer in the time an attempt has",
+        })
     }
 }
 
 impl Error for TimedOut {}
+
+/// The source of an end by an answer that cannot be read.
+#[derive(Debug)]
+struct Compressed;
+
+impl fmt::Display for Compressed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("its body is compressed; put decompression inside of the retry layer")
+    }
+}
+
+impl Error for Compressed {}

@@ -1,9 +1,12 @@
 //! What an answer means for the operation.
 
-use http::{HeaderName, StatusCode, response};
+use http::{HeaderName, StatusCode, header, response};
 
-use super::refusal::Refusal;
-use crate::status::{REPLAY_HEADER, REPLAYED_HEADER};
+use super::{
+    exchange::is_error,
+    refusal::{Refusal, is_encoded},
+};
+use crate::status::{IdempotencyStatus, REPLAY_HEADER, REPLAYED_HEADER, STATUS_HEADER};
 
 /// What becomes of the operation.
 #[derive(Debug, PartialEq, Eq)]
@@ -22,13 +25,23 @@ pub(super) enum Judgement {
     Reused,
     OutcomeUnknown,
     NotRetained(Option<StatusCode>),
+    /// A conflict in a coding that is not read here, and without a word of when to come back.
+    Unreadable,
 }
+
+const REUSED: &str = "idempotency_key_reused";
+const OUTCOME_UNKNOWN: &str = "idempotency_outcome_unknown";
+const NOT_RETAINED: &str = "idempotency_response_not_retained";
+
+/// The codes by which an operation ends.
+pub(super) const SETTLED: [&str; 3] = [REUSED, OUTCOME_UNKNOWN, NOT_RETAINED];
 
 /// What is settable about it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Judge {
     pub(super) replay_header: Option<HeaderName>,
     pub(super) retry_bare_conflict: bool,
+    pub(super) also_in_flight: Vec<String>,
 }
 
 impl Judge {
@@ -37,38 +50,61 @@ impl Judge {
         if self.is_replay(head) {
             return Judgement::Answer { replayed: true };
         }
-        let is_error = head.status.is_client_error() || head.status.is_server_error();
-        let code = refusal.code.as_deref().filter(|_| is_error);
-        match code {
-            Some("idempotency_key_reused") => Judgement::Reused,
-            Some("idempotency_outcome_unknown") => Judgement::OutcomeUnknown,
-            Some("idempotency_response_not_retained") => {
-                Judgement::NotRetained(refusal.original_status)
-            }
+        // It was run without a record, so another attempt would be another run.
+        if is_unprotected(head) {
+            return Judgement::Answer { replayed: false };
+        }
+        if !is_error(head.status) {
+            return Judgement::Answer { replayed: false };
+        }
+        let is_conflict = head.status == StatusCode::CONFLICT;
+        if is_conflict && is_encoded(&head.headers) {
+            return match head.headers.contains_key(header::RETRY_AFTER) {
+                true => Judgement::Retry { in_flight: true },
+                false => Judgement::Unreadable,
+            };
+        }
+        match refusal.code.as_deref() {
+            Some(REUSED) => Judgement::Reused,
+            Some(OUTCOME_UNKNOWN) => Judgement::OutcomeUnknown,
+            Some(NOT_RETAINED) => Judgement::NotRetained(refusal.original_status),
             Some("idempotency_in_flight") => Judgement::Retry { in_flight: true },
+            Some(code) if self.also_in_flight.iter().any(|also| also == code) => {
+                Judgement::Retry { in_flight: true }
+            }
             Some(code) if code.starts_with("idempotency_") => {
                 let retryable = refusal.retryable.or_else(|| is_retryable(code));
                 or_answer(retryable.unwrap_or_else(|| passes(head.status)))
             }
             Some(_) => or_answer(passes(head.status)),
-            None if head.status == StatusCode::CONFLICT && self.retry_bare_conflict => {
-                Judgement::Retry { in_flight: true }
-            }
+            None if is_conflict && self.retry_bare_conflict => Judgement::Retry { in_flight: true },
             None => or_answer(passes(head.status)),
         }
     }
 
     fn is_replay(&self, head: &response::Parts) -> bool {
-        let says = |name: &HeaderName| {
-            head.headers
-                .get_all(name)
-                .iter()
-                .any(|value| value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"true"))
-        };
-        says(&REPLAY_HEADER)
-            || says(&REPLAYED_HEADER)
-            || self.replay_header.as_ref().is_some_and(says)
+        let is_true = |name: &HeaderName| says(head, name, "true");
+        is_true(&REPLAY_HEADER)
+            || is_true(&REPLAYED_HEADER)
+            || self.replay_header.as_ref().is_some_and(is_true)
     }
+}
+
+/// Whether the server says that it has run the request without a record of it.
+pub(super) fn is_unprotected(head: &response::Parts) -> bool {
+    says(
+        head,
+        &STATUS_HEADER,
+        IdempotencyStatus::Unprotected.as_str(),
+    )
+}
+
+fn says(head: &response::Parts, name: &HeaderName, what: &str) -> bool {
+    let mut values = head.headers.get_all(name).iter();
+    values.any(|value| {
+        let value = value.as_bytes().trim_ascii();
+        value.eq_ignore_ascii_case(what.as_bytes())
+    })
 }
 
 fn or_answer(retryable: bool) -> Judgement {

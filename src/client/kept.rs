@@ -1,10 +1,16 @@
 //! A request that is kept in memory for all attempts.
 
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+};
+
 use axum::BoxError;
 use bytes::Bytes;
 use http::{Request, request::Parts};
-use http_body::Body as HttpBody;
+use http_body::{Body as HttpBody, Frame};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use pin_project_lite::pin_project;
 
 use super::{NotSent, attempts::Source, key_source::KeySource};
 use crate::IdempotencyKey;
@@ -32,7 +38,8 @@ impl Kept {
         if body.size_hint().lower() > limit as u64 {
             return Err(NotSent::new(TOO_LARGE));
         }
-        let read = Limited::new(body, limit).collect().await;
+        let read = Limited::new(Breathing { body, frames: 0 }, limit);
+        let read = read.collect().await;
         let read = read.map_err(|error| match error.is::<LengthLimitError>() {
             true => NotSent::new(TOO_LARGE),
             false => NotSent::new("the request's body could not be read").with_source(error),
@@ -58,5 +65,36 @@ impl Source for Kept {
 
     async fn request(&mut self, _: u32) -> Result<Request<Bytes>, NotSent> {
         Ok(Request::from_parts(self.head.clone(), self.body.clone()))
+    }
+}
+
+pin_project! {
+    /// A body that always has a further frame ready must not keep its thread for itself, nor outrun its time.
+    struct Breathing<B> {
+        #[pin]
+        body: B,
+        frames: u8,
+    }
+}
+
+/// After so many frames the others have their turn.
+const BREATH: u8 = 64;
+
+impl<B: HttpBody> HttpBody for Breathing<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        let this = self.project();
+        if *this.frames == BREATH {
+            *this.frames = 0;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        *this.frames += 1;
+        this.body.poll_frame(cx)
     }
 }

@@ -6,15 +6,15 @@ mod error;
 mod form;
 mod operation;
 mod options;
+mod steps;
 mod texts;
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{Response, StatusCode};
+use http::Response;
 use sqlx::{Executor, Pool};
 
-pub(super) use self::form::MAX_RESULT_LEN;
 pub use self::{
     database::OutboxDatabase,
     entry::{Begun, Entry, EntryState, OutboxCounts},
@@ -26,6 +26,10 @@ use self::{
     form::{Form, Place},
     operation::check_reference,
     texts::Texts,
+};
+pub(super) use self::{
+    form::MAX_RESULT_LEN,
+    steps::{End, Turn},
 };
 use crate::{bounded::Boxed, record::Token};
 
@@ -83,6 +87,17 @@ use crate::{bounded::Boxed, record::Token};
 /// is still pending [`key_lifetime`](Self::key_lifetime) after its beginning, less a [`margin`](Self::margin) that
 /// covers one attempt, is *overdue*: it is never sent again. Look up what became of it at the server, and
 /// [`settle`](Self::settle) it. Time is the database's own.
+///
+/// If it took effect, it is [`Done`](Outcome::Done). If it is certain that it did not, and never will, it is
+/// [`Failed`](Outcome::Failed), and doing it after all is a new intent under a new reference; one whose key the server
+/// still knows may be [reopened](Self::reopen) instead, once what stood in its way is mended. While the
+/// server itself does not know ([`OutcomeUnknown`](super::Unanswered::OutcomeUnknown)), it stays pending and is asked
+/// about at every resume: have the record settled there.
+///
+/// # What has to be called
+///
+/// Beside [`resume`](super::Relay::resume), from the same timer: [`purge`](Self::purge), for nothing deletes a row by
+/// itself. The chapter [`operations`](crate::operations) says what to watch.
 ///
 /// Clones share the pool.
 pub struct Outbox<DB: OutboxDatabase> {
@@ -143,9 +158,10 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     /// [`Invalid`](OutboxErrorKind::Invalid) for a reference that is not 1 to 255 bytes of text without NUL; a URI
     /// that is not absolute, has a password or more than 8 KiB; a method of more than 64 bytes; more than 128 header
     /// lines or 64 KiB of them, or those of a connection; a body of more than 16 MiB; a key that no header can
-    /// carry. [`Keys`](OutboxErrorKind::Keys) and [`Damaged`](OutboxErrorKind::Damaged) when the one that is there
+    /// carry, or two that differ. [`Keys`](OutboxErrorKind::Keys) and [`Damaged`](OutboxErrorKind::Damaged) when the one that is there
     /// cannot be read. [`Database`](OutboxErrorKind::Database).
     pub async fn begin(&self, reference: &str, operation: Operation) -> Result<Begun, OutboxError> {
+        let operation = operation.with_key_of_header()?;
         let (token, values) = self.new_row(reference, &operation)?;
         let rows = DB::pool_rows(&self.pool, &self.texts.begin, values).await?;
         self.begun(token, &operation, rows)
@@ -191,12 +207,13 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     where
         E: Executor<'c, Database = DB>,
     {
-        let begins = self.new_row(reference, &operation).map(|(token, values)| {
+        let begins = operation.with_key_of_header().and_then(|operation| {
+            let (token, values) = self.new_row(reference, &operation)?;
             let rows = DB::rows(executor, &self.texts.begin, values);
-            (token, rows)
+            Ok((token, operation, rows))
         });
         Box::pin(async move {
-            let (token, rows) = begins?;
+            let (token, operation, rows) = begins?;
             self.begun(token, &operation, rows.await?)
         })
     }
@@ -259,7 +276,32 @@ impl<DB: OutboxDatabase> Outbox<DB> {
         self.first(rows)
     }
 
-    /// What is to be sent, the oldest first, at most so many. Each holds its request in memory.
+    /// The operations of this state, in the order of their references, at most so many: those after `after`, which
+    /// is the last reference of the list before, and empty to begin with. For whoever has missed what
+    /// [`resume`](super::Relay::resume) would have told, since it died in the middle. Each holds its request and its
+    /// answer in memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Database`](OutboxErrorKind::Database).
+    pub async fn list(
+        &self,
+        state: EntryState,
+        after: &str,
+        limit: usize,
+    ) -> Result<Vec<Entry>, OutboxError> {
+        let values = vec![
+            Value::Number(Some(state.code())),
+            Value::Text(after.to_owned()),
+            number(limit),
+        ];
+        let rows = DB::pool_rows(&self.pool, &self.texts.list, values).await?;
+        self.all(rows)
+    }
+
+    /// What is to be sent, the oldest first, at most so many. Each holds its request in memory. One whose row is
+    /// damaged is among them: its [`operation`](Entry::operation) says so.
+    ///
     ///
     /// # Errors
     ///
@@ -271,7 +313,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     }
 
     /// What is pending and may not be sent any more, the oldest first, at most so many: look up what became of each,
-    /// and [`settle`](Self::settle) it.
+    /// and [`settle`](Self::settle) it. One whose row is damaged is among them, as in [`pending`](Self::pending).
     ///
     /// # Errors
     ///
@@ -290,8 +332,9 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     ///
     /// # Errors
     ///
-    /// [`Missing`](OutboxErrorKind::Missing); [`State`](OutboxErrorKind::State) when it is done and is said to have
-    /// failed; [`Database`](OutboxErrorKind::Database).
+    /// [`Invalid`](OutboxErrorKind::Invalid) for an answer of more than 1 MiB or 16 384 header lines, which cannot be
+    /// kept; [`Missing`](OutboxErrorKind::Missing); [`State`](OutboxErrorKind::State) when it is done and is said to
+    /// have failed, or is reopened at the same moment; [`Database`](OutboxErrorKind::Database).
     pub async fn settle(
         &self,
         reference: &str,
@@ -300,10 +343,19 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     ) -> Result<Entry, OutboxError> {
         let found = self.find(reference).await?;
         let found = found.ok_or_else(OutboxError::missing)?;
-        let status = answer.as_ref().map(Response::status);
-        let state = outcome.state();
-        let entry = self.record(&found, state, status, answer.as_ref()).await?;
-        if entry.state() == state {
+        let end = End {
+            state: outcome.state(),
+            status: answer.as_ref().map(Response::status),
+            answer: answer.as_ref(),
+            only_attempt: false,
+        };
+        if answer.is_some() && self.kept(&found, &end).is_none() {
+            return Err(OutboxError::invalid(
+                "an answer may have at most 1 MiB and 16384 header lines to be kept",
+            ));
+        }
+        let entry = self.record(&found, &end).await?;
+        if entry.state() == end.state {
             return Ok(entry);
         }
         Err(OutboxError::new(
@@ -312,34 +364,9 @@ impl<DB: OutboxDatabase> Outbox<DB> {
         ))
     }
 
-    /// Writes the end of an operation, unless something is there that must stay; answers what is there then.
-    pub(super) async fn record(
-        &self,
-        entry: &Entry,
-        state: EntryState,
-        status: Option<StatusCode>,
-        answer: Option<&Response<Bytes>>,
-    ) -> Result<Entry, OutboxError> {
-        let result = answer.and_then(|answer| self.form.write_result(entry.place(), answer));
-        let values = vec![
-            Value::Text(entry.reference().to_owned()),
-            Value::Bytes(Some(entry.token().to_vec())),
-            Value::Number(Some(state.code())),
-            Value::Number(status.map(|status| i64::from(status.as_u16()))),
-            Value::Bytes(result),
-        ];
-        let rows = DB::pool_rows(&self.pool, &self.texts.settle, values).await?;
-        if let Some(written) = self.first(rows)? {
-            return Ok(written);
-        }
-        let found = self.find(entry.reference()).await?;
-        found
-            .filter(|found| found.token() == entry.token())
-            .ok_or_else(OutboxError::missing)
-    }
-
     /// Makes a failed operation pending again, with its first key and body, when what it was refused for was mended:
-    /// a credential, or the server's own settings. One that is pending is left as it is.
+    /// a credential, or the server's own settings. One that is pending is left as it is. An answer to what was sent
+    /// before, which comes late, is not recorded any more.
     ///
     /// # Errors
     ///
@@ -347,7 +374,14 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     /// [`Overdue`](OutboxErrorKind::Overdue) when it may not be sent any more;
     /// [`Database`](OutboxErrorKind::Database).
     pub async fn reopen(&self, reference: &str) -> Result<Entry, OutboxError> {
-        let values = vec![Value::Text(reference.to_owned()), micros(self.window())];
+        if check_reference(reference).is_err() {
+            return Err(OutboxError::missing());
+        }
+        let values = vec![
+            Value::Text(reference.to_owned()),
+            micros(self.window()),
+            Value::Bytes(Some(Token::random().as_bytes().to_vec())),
+        ];
         let rows = DB::pool_rows(&self.pool, &self.texts.reopen, values).await?;
         if let Some(reopened) = self.first(rows)? {
             return Ok(reopened);
@@ -359,7 +393,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
                 OutboxErrorKind::State,
                 "the operation is done, and is not sent again",
             ),
-            _ if found.is_overdue() => (
+            _ if found.is_too_old() => (
                 OutboxErrorKind::Overdue,
                 "the operation is older than the server keeps its key, and is not sent again",
             ),
@@ -398,30 +432,22 @@ impl<DB: OutboxDatabase> Outbox<DB> {
         })
     }
 
-    /// Counts an attempt that is about to be made, durably. Answers false when it may not be made.
-    pub(super) async fn count_attempt(&self, entry: &Entry) -> Result<bool, OutboxError> {
-        let values = vec![
-            Value::Text(entry.reference().to_owned()),
-            Value::Bytes(Some(entry.token().to_vec())),
-            micros(self.window()),
-        ];
-        let counted = DB::numbers(&self.pool, &self.texts.count_attempt, values).await?;
-        Ok(counted.is_some())
-    }
-
-    /// References of what is to be sent and when it was last tried, after this one.
-    pub(super) async fn turns(
-        &self,
-        after: &(String, i64),
-        limit: usize,
-    ) -> Result<Vec<(String, i64)>, OutboxError> {
-        let values = vec![
-            micros(self.window()),
-            Value::Number(Some(after.1)),
-            Value::Text(after.0.clone()),
-            number(limit),
-        ];
-        Ok(DB::turns(&self.pool, &self.texts.turns, values).await?)
+    /// How many operations need the sealing key of this id to be read, or their answer. A key may be taken out of
+    /// [`sealed`](Self::sealed) once there are none, and no process seals with it any more. Reads the whole table.
+    ///
+    /// # Errors
+    ///
+    /// [`Database`](OutboxErrorKind::Database).
+    #[cfg(feature = "sealing")]
+    pub async fn sealed_with(&self, key_id: &str) -> Result<u64, OutboxError> {
+        let Some(prefix) = form::sealed_prefix(key_id) else {
+            return Ok(0);
+        };
+        let len = number(prefix.len());
+        let values = vec![Value::Bytes(Some(prefix)), len];
+        let counted = DB::numbers(&self.pool, &self.texts.sealed_with, values).await?;
+        let count = counted.and_then(|counted| u64::try_from(*counted.first()?).ok());
+        Ok(count.unwrap_or_default())
     }
 
     fn first(&self, rows: Vec<Row>) -> Result<Option<Entry>, OutboxError> {

@@ -1,47 +1,51 @@
 //! Sends what the outbox holds.
 
 mod delivered;
+mod line;
+mod recording;
+mod resume;
 mod rows;
+mod verdict;
 
-use std::{collections::HashSet, fmt, time::Duration};
+use std::{fmt, future::Future, time::Duration};
 
-use axum::{BoxError, body::Body};
+use axum::BoxError;
 use bytes::Bytes;
-use futures_util::{StreamExt, stream::FuturesUnordered};
-use http::{Request, Response, StatusCode};
+use http::{Request, Response};
 use http_body::Body as HttpBody;
-use tokio::time::sleep;
 use tower_service::Service;
 
-pub use self::delivered::{Delivered, Resumed, Undelivered, Unfinished};
+pub use self::delivered::{Delivered, Inconclusive, Resumed, Undelivered, Unfinished};
 use self::rows::{Rows, Stop};
 use super::{
-    Entry, EntryState, Operation, Outbox, OutboxDatabase, OutboxError, OutboxErrorKind, Retry,
-    Unanswered, attempts::attempts, outbox::MAX_RESULT_LEN,
+    Entry, EntryState, Operation, Outbox, OutboxDatabase, OutboxError, Retry, Unanswered,
+    attempts::attempts,
 };
-use crate::{
-    body::{Captured, capture_response},
-    execution::is_stream,
-    maintenance::jittered,
-};
+use crate::bounded::within;
 
 /// Sends operations from an [`Outbox`], each with its first key and its first body, and records what became of
 /// them.
 ///
-/// Before every attempt the row is read back: what somebody else has settled meanwhile is not sent, nor what is
-/// [overdue](Outbox#when-it-is-too-late), and the attempt is counted durably before it is made. Otherwise attempts
-/// are those of the [`Retry`], with its waits and limits and its
-/// [`before_attempt`](super::RetryLayer::before_attempt). Its [`methods`](super::RetryLayer::methods) do not
-/// matter here: whatever was begun is sent with its key.
+/// Every attempt is counted durably first; then the row is read back, so that what somebody else has settled meanwhile
+/// is not sent, nor what is [overdue](Outbox#when-it-is-too-late). What is left of its time is looked at once more
+/// directly before it is sent, after the client was ready and the hook has run. Otherwise attempts are those of the
+/// [`Retry`], with its waits and limits and its [`before_attempt`](super::RetryLayer::before_attempt). Its
+/// [`methods`](super::RetryLayer::methods) do not matter here: whatever was begun is sent with its key.
 ///
 /// | end | recorded | given back |
 /// | --- | --- | --- |
-/// | an answer of 2xx or 3xx | done, with the answer | [`Delivered`] |
-/// | any other answer | failed, with the answer | [`Delivered`] |
-/// | [`NotRetained`](Unanswered::NotRetained) with a status | done or failed by that status, without an answer | [`Delivered`] |
-/// | [`Reused`](Unanswered::Reused) | failed: the server has seen this key with another request, which is a mistake to be looked at | [`Undelivered::Unanswered`] |
-/// | every other [`Unanswered`] | nothing: it stays pending, and is sent again by [`resume`](Self::resume) | [`Undelivered::Unanswered`] |
+/// | an answer of 2xx or 303, or the replay of any 3xx | done, with the answer | [`Delivered`] |
+/// | an answer of 4xx other than 408, 409, 425, 429 and 499, which is a replay, or came to the only attempt that was ever counted for this operation | failed, with the answer: it has had no effect | [`Delivered`] |
+/// | every other answer: a redirect, a 5xx replayed or not, a refusal after attempts whose outcome nobody knows | nothing: it stays pending | [`Undelivered::Inconclusive`] |
+/// | [`NotRetained`](Unanswered::NotRetained) with a status of 2xx or 3xx, or of such a 4xx | done or failed by that status, without an answer | [`Delivered`] |
+/// | [`Reused`](Unanswered::Reused) at the only attempt that was ever counted | failed: the server has seen this key with another request, which is a mistake to be looked at | [`Undelivered::Unanswered`] |
+/// | every other [`Unanswered`] | nothing: it stays pending | [`Undelivered::Unanswered`] |
 /// | overdue | nothing: it stays pending, and is sent by nobody | [`Undelivered::Overdue`] |
+///
+/// An answer is a replay if [`Answered::replayed`](super::Answered::replayed) says so. What stays pending is sent again
+/// by [`resume`](Self::resume), not before the time that the server has named. Only what the server ran
+/// without a record (`Idempotency-Status: unprotected`), and does not say how it ended, is left alone by it: look it
+/// up.
 ///
 /// An answer of more than 1 MiB, and a stream, are recorded with their status only; the caller gets all of it.
 ///
@@ -83,22 +87,32 @@ use crate::{
 /// ```
 ///
 /// (The types need to be named only for a client that takes more than one kind of body.)
-#[derive(Clone)]
 pub struct Relay<DB: OutboxDatabase, S> {
     outbox: Outbox<DB>,
     retry: Retry<S>,
     concurrency: usize,
+    statement_timeout: Duration,
 }
 
-/// How often the record of an end is tried, and what is waited after the first time; doubled each time.
-const RECORD_TRIES: u32 = 6;
-const RECORD_PAUSE: Duration = Duration::from_millis(100);
+impl<DB: OutboxDatabase, S: Clone> Clone for Relay<DB, S> {
+    fn clone(&self) -> Self {
+        Self {
+            outbox: self.outbox.clone(),
+            retry: self.retry.clone(),
+            concurrency: self.concurrency,
+            statement_timeout: self.statement_timeout,
+        }
+    }
+}
 
-/// An answer that the client has not read yet is a stream, or too large; it is not waited for long.
-const REST_PATIENCE: Duration = Duration::from_secs(1);
-
-/// How many references are read at a time.
-const PAGE: usize = 64;
+/// The output of a statement, if the database answers in time.
+async fn in_time<T>(
+    limit: Duration,
+    statement: impl Future<Output = Result<T, OutboxError>>,
+) -> Result<T, OutboxError> {
+    let answered = within(limit, statement).await;
+    answered.unwrap_or_else(|| Err(OutboxError::slow()))
+}
 
 impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// Sends the operations of this outbox with this client.
@@ -118,10 +132,30 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
             outbox,
             retry,
             concurrency: 8,
+            statement_timeout: Duration::from_secs(5),
         }
     }
 
-    /// How many operations [`resume`](Self::resume) sends at once. Default 8.
+    /// How long each statement of the relay is waited for, its connection included. Default 5 s. One that takes longer
+    /// fails as [`Database`](super::OutboxErrorKind::Database), and may take place later all the same: that changes nothing that must
+    /// stay.
+    ///
+    /// # Panics
+    ///
+    /// When zero.
+    #[must_use]
+    pub fn statement_timeout(mut self, timeout: Duration) -> Self {
+        assert!(
+            !timeout.is_zero(),
+            "statement_timeout must be longer than zero"
+        );
+        self.statement_timeout = timeout;
+        self
+    }
+
+    /// How many operations [`resume`](Self::resume) sends at once. Default 8. That many servers that hang hold up all
+    /// others for the length of their time-outs: where operations go to several servers, one outbox (a
+    /// [`table`](Outbox::table) of its own) with a relay for each is better.
     ///
     /// # Panics
     ///
@@ -162,7 +196,8 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         RB: HttpBody<Data = Bytes> + Send + 'static,
         RB::Error: Into<BoxError>,
     {
-        let begun = self.outbox.begin(reference, operation).await?;
+        let begun = self.outbox.begin(reference, operation);
+        let begun = in_time(self.statement_timeout, begun).await?;
         if begun.differs() {
             return Err(Undelivered::Differs(Box::new(begun.into_entry())));
         }
@@ -172,7 +207,8 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// Sends the operation of this reference. One that is settled already is not sent: what was recorded is given
     /// back.
     ///
-    /// If the end cannot be recorded, though it is tried for some seconds, the caller gets the true answer all the
+    /// If the end cannot be recorded, though it is tried for some seconds (three times the
+    /// [`statement_timeout`](Self::statement_timeout) at most), the caller gets the true answer all the
     /// same ([`Delivered::unrecorded`]). The operation stays pending then, and a later
     /// [`resume`](Self::resume) gets the server's replay.
     ///
@@ -192,207 +228,40 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         RB: HttpBody<Data = Bytes> + Send + 'static,
         RB::Error: Into<BoxError>,
     {
-        let entry = self.outbox.find(reference).await?;
-        let entry = entry.ok_or_else(OutboxError::missing)?;
+        let found = in_time(self.statement_timeout, self.outbox.find(reference)).await?;
+        let entry = found.ok_or_else(OutboxError::missing)?;
         if entry.state() != EntryState::Pending {
             return Delivered::recorded(entry);
         }
+        if entry.is_overdue() {
+            return Err(overdue(entry, None));
+        }
+        // First, so that a row that does not open stays as it is.
+        let _ = entry.operation()?;
         let options = &self.retry.options;
-        let mut rows = Rows::new(&self.outbox, &entry, &options.keys.header_name);
+        let header_name = &options.keys.header_name;
+        let mut rows = Rows::new(&self.outbox, &entry, header_name, self.statement_timeout);
         let answered = attempts(options, self.retry.inner.clone(), &mut rows).await;
-        match (rows.stopped(), answered) {
+        let (counted, stopped) = rows.ended();
+        let (last, number) = match counted {
+            Some(counted) => (counted.entry, counted.attempts),
+            None => (entry, 0),
+        };
+        match (stopped, answered) {
             (Some(Stop::Settled(entry)), _) => Delivered::recorded(*entry),
-            (Some(Stop::Overdue(entry)), _) => Err(Undelivered::Overdue(entry)),
+            (Some(Stop::Overdue(entry)), answered) => Err(overdue(*entry, answered.err())),
             (Some(Stop::Failed(error)), _) => Err(Undelivered::Outbox(error)),
-            (None, Ok(response)) => Ok(self.answered(entry, response).await),
-            (None, Err(unanswered)) => self.unanswered(entry, unanswered).await,
-        }
-    }
-
-    /// Sends what is pending, at most so many operations: after a restart, and from a timer. Begins with those that
-    /// were not tried for the longest time.
-    ///
-    /// One that cannot be read, because its sealing key is missing or its row damaged, stops nobody else, is not
-    /// counted, and stands among [`pending`](Resumed::pending) with the reason. What is overdue already is not
-    /// sent, and stands in [`overdue`](Resumed::overdue), at most so many again.
-    ///
-    /// # Errors
-    ///
-    /// [`OutboxErrorKind::Database`] when the outbox cannot be read to begin with.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropped, operations that were under way may have been sent, and stay pending unless their end was recorded.
-    pub async fn resume<B, RB>(&self, limit: usize) -> Result<Resumed, OutboxError>
-    where
-        S: Service<Request<B>, Response = Response<RB>> + Clone + Send,
-        S::Future: Send,
-        S::Error: Into<BoxError>,
-        B: From<Bytes> + Send,
-        RB: HttpBody<Data = Bytes> + Send + 'static,
-        RB::Error: Into<BoxError>,
-    {
-        let mut resumed = Resumed {
-            overdue: self.outbox.overdue(limit).await?,
-            ..Resumed::default()
-        };
-        let mut last = (String::new(), i64::MIN);
-        let mut seen = HashSet::new();
-        let mut tried = 0;
-        while tried < limit {
-            let page = self.outbox.turns(&last, PAGE.min(limit - tried)).await;
-            let page = match page {
-                Ok(page) => page,
-                Err(error) if seen.is_empty() => return Err(error),
-                // What was sent is worth telling, and the rest is for the next time.
-                Err(_) => break,
-            };
-            let Some(end) = page.last() else { break };
-            last = end.clone();
-            // One that was tried comes again at the end.
-            let new = page.into_iter().map(|(reference, _)| reference);
-            let new: Vec<String> = new.filter(|turn| seen.insert(turn.clone())).collect();
-            let mut ends = self.send_all(new).await;
-            tried += ends.iter().filter(|end| end.is_tried()).count();
-            while let Some(end) = ends.pop() {
-                self.report(&mut resumed, end).await;
-            }
-        }
-        Ok(resumed)
-    }
-
-    /// Sends these, several at once.
-    async fn send_all<B, RB>(&self, references: Vec<String>) -> Vec<Sent>
-    where
-        S: Service<Request<B>, Response = Response<RB>> + Clone + Send,
-        S::Future: Send,
-        S::Error: Into<BoxError>,
-        B: From<Bytes> + Send,
-        RB: HttpBody<Data = Bytes> + Send + 'static,
-        RB::Error: Into<BoxError>,
-    {
-        let mut ends = Vec::with_capacity(references.len());
-        let mut waiting = references.into_iter();
-        let mut under_way = FuturesUnordered::new();
-        loop {
-            while under_way.len() < self.concurrency
-                && let Some(reference) = waiting.next()
-            {
-                under_way.push(async move {
-                    let end = self.send(&reference).await;
-                    Sent { reference, end }
-                });
-            }
-            match under_way.next().await {
-                Some(end) => ends.push(end),
-                None => return ends,
-            }
-        }
-    }
-
-    async fn report(&self, resumed: &mut Resumed, sent: Sent) {
-        let Sent { reference, end } = sent;
-        let why = match end {
-            Ok(delivered) => match delivered.into_recorded() {
-                Ok(entry) if entry.state() == EntryState::Done => return resumed.done.push(entry),
-                Ok(entry) => return resumed.failed.push(entry),
-                Err(unrecorded) => Undelivered::Outbox(unrecorded),
-            },
-            Err(why) => why,
-        };
-        if let Undelivered::Unanswered(Unanswered::Reused(_)) = &why
-            && let Ok(Some(entry)) = self.outbox.find(&reference).await
-            && entry.state() == EntryState::Failed
-        {
-            return resumed.failed.push(entry);
-        }
-        resumed.pending.push(Unfinished { reference, why });
-    }
-
-    async fn answered(&self, entry: Entry, response: Response<Body>) -> Delivered {
-        let (head, body) = response.into_parts();
-        let (data, body) = match is_stream(&head) {
-            true => (None, body),
-            false => match capture_response(body, MAX_RESULT_LEN, REST_PATIENCE).await {
-                Captured::Whole(data, body) => (Some(data), body),
-                Captured::Not(body) | Captured::Broken(body) => (None, body),
-            },
-        };
-        let answer = data.map(|data| Response::from_parts(head.clone(), data));
-        let state = EntryState::after(head.status);
-        let recorded = self
-            .record(&entry, state, Some(head.status), answer.as_ref())
-            .await;
-        let response = Response::from_parts(head, body);
-        Delivered::fresh(entry, state, Some(response), recorded)
-    }
-
-    async fn unanswered(
-        &self,
-        entry: Entry,
-        unanswered: Unanswered,
-    ) -> Result<Delivered, Undelivered> {
-        match &unanswered {
-            Unanswered::NotRetained {
-                original_status: Some(status),
-                ..
-            } => {
-                let state = EntryState::after(*status);
-                let recorded = self.record(&entry, state, Some(*status), None).await;
-                return Ok(Delivered::fresh(entry, state, None, recorded));
-            }
-            Unanswered::Reused(ended) => {
-                let status = ended.response().map(Response::status);
-                // If it cannot be recorded, the next attempt is told the same.
-                let _ = self
-                    .record(&entry, EntryState::Failed, status, ended.response())
-                    .await;
-            }
-            // The server does not say how it ended, so it is not for us to say either.
-            _ => {}
-        }
-        Err(Undelivered::Unanswered(unanswered))
-    }
-
-    /// Records an end, again and again while the database is out of reach, for about three seconds besides what the
-    /// tries take.
-    async fn record(
-        &self,
-        entry: &Entry,
-        state: EntryState,
-        status: Option<StatusCode>,
-        answer: Option<&Response<Bytes>>,
-    ) -> Result<Entry, OutboxError> {
-        let mut tries = 0;
-        loop {
-            let recorded = self.outbox.record(entry, state, status, answer).await;
-            tries += 1;
-            match recorded {
-                Err(error) if error.kind() == OutboxErrorKind::Database && tries < RECORD_TRIES => {
-                    sleep(jittered(RECORD_PAUSE * 2_u32.pow(tries - 1))).await;
-                }
-                ended => return ended,
-            }
+            (None, Ok(response)) => self.answered(last, number, response).await,
+            (None, Err(unanswered)) => self.unanswered(last, number, unanswered).await,
         }
     }
 }
 
-/// What became of one operation of many.
-struct Sent {
-    reference: String,
-    end: Result<Delivered, Undelivered>,
-}
-
-impl Sent {
-    /// Whether it was read at all.
-    fn is_tried(&self) -> bool {
-        let Err(Undelivered::Outbox(error)) = &self.end else {
-            return true;
-        };
-        !matches!(
-            error.kind(),
-            OutboxErrorKind::Keys | OutboxErrorKind::Damaged
-        )
+/// Attempts that were made in the same call are told.
+fn overdue(entry: Entry, after: Option<Unanswered>) -> Undelivered {
+    Undelivered::Overdue {
+        entry: Box::new(entry),
+        after: after.filter(|unanswered| unanswered.ended().is_some()),
     }
 }
 
@@ -402,6 +271,7 @@ impl<DB: OutboxDatabase, S> fmt::Debug for Relay<DB, S> {
             .field("outbox", &self.outbox)
             .field("retry", &self.retry.options)
             .field("concurrency", &self.concurrency)
+            .field("statement_timeout", &self.statement_timeout)
             .finish_non_exhaustive()
     }
 }

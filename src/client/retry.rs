@@ -2,9 +2,9 @@
 
 use std::{
     fmt,
-    future::Future,
+    future::{Future, poll_fn},
     mem,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
 };
@@ -29,7 +29,9 @@ use crate::bounded::within;
 ///
 /// The client is any `Service<http::Request<B>>` that can be cloned, with a body `B` that can be made of bytes: the
 /// [module](super) shows those of hyper-util and reqwest. Every attempt waits for the client to be ready, and the
-/// time for that is the attempt's.
+/// time for that is the attempt's. An attempt after one that failed is made with a fresh clone.
+///
+/// It needs Tokio's timer: see [`RetryFuture`].
 #[derive(Debug, Clone)]
 pub struct Retry<S> {
     pub(super) inner: S,
@@ -85,10 +87,14 @@ where
 
     fn call(&mut self, request: Request<B>) -> RetryFuture {
         if !self.options.methods.contains(request.method()) {
+            let is_safe = request.method().is_safe();
             let sent = self.inner.call(request);
             return RetryFuture(Box::pin(async move {
                 let answered = sent.await.map(|response| response.map(Body::new));
-                answered.map_err(|error| Unanswered::Uncovered(Uncovered(error.into())))
+                answered.map_err(|error| {
+                    let error = error.into();
+                    Unanswered::Uncovered(Uncovered { error, is_safe })
+                })
             }));
         }
         // The one that is ready is the one that is called.
@@ -104,11 +110,11 @@ where
 
 async fn answer<S, B, RB>(
     options: &RetryOptions,
-    ready: S,
+    mut service: S,
     request: Request<B>,
 ) -> Result<Response<Body>, Unanswered>
 where
-    S: Service<Request<B>, Response = Response<RB>> + Send,
+    S: Service<Request<B>, Response = Response<RB>> + Clone + Send,
     S::Future: Send,
     S::Error: Into<BoxError>,
     B: HttpBody + From<Bytes> + Send,
@@ -119,13 +125,25 @@ where
 {
     let deadline = options.deadline();
     let kept = Kept::read(request, options.request_body_limit, &options.keys);
-    let kept = within(left(deadline), kept).await;
+    let mut kept = pin!(kept);
+    let kept = match poll_fn(|cx| Poll::Ready(kept.as_mut().poll(cx))).await {
+        Poll::Ready(kept) => Some(kept),
+        Poll::Pending => {
+            // A place that others wait for is not kept while nothing can be sent.
+            service = service.clone();
+            within(left(deadline), kept).await
+        }
+    };
     let too_slow = || Err(NotSent::new("the request's body did not end in time"));
     let kept = kept.unwrap_or_else(too_slow).map_err(Unanswered::NotSent)?;
-    attempts_until(deadline, options, ready, kept).await
+    attempts_until(deadline, options, service, kept).await
 }
 
 /// The future of [`Retry`].
+///
+/// # Panics
+///
+/// When it is polled outside of a Tokio runtime, or in one without time (`Builder::enable_time`), and has to wait.
 ///
 /// # Cancel safety
 ///

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::{HeaderName, Method, request::Parts};
 use tower_layer::Layer;
 
-use super::{Attempt, Retry, pause::BackOff, retry_options::RetryOptions};
+use super::{Attempt, Retry, judgement::SETTLED, pause::BackOff, retry_options::RetryOptions};
 use crate::IdempotencyKey;
 
 /// Makes a client send its requests with an idempotency key, and send them again with the same key.
@@ -42,7 +42,9 @@ impl RetryLayer {
     }
 
     /// Which methods get a key and further attempts. Default POST and PATCH. All others pass through untouched:
-    /// no key, one attempt, no limit, and [`Unanswered::Uncovered`](super::Unanswered::Uncovered) if it fails.
+    /// no key, one attempt, no limit, and [`Unanswered::Uncovered`](super::Unanswered::Uncovered) if it fails. An
+    /// [`IdempotencyKey`] in the extensions of such a request is not written into its header: name PUT and DELETE
+    /// here, if the server heeds keys there.
     ///
     /// # Panics
     ///
@@ -83,7 +85,7 @@ impl RetryLayer {
 
     /// Keys are written as RFC 9651 strings (`"order-17"`), as draft-ietf-httpapi-idempotency-key-header-07 §2.1
     /// asks. Default: bare (`order-17`), which most services in use want. A server of this crate takes both, and
-    /// knows them as one key. A header that a request has already is sent as it is.
+    /// knows them as one key. A header that a request has already is sent as it is written.
     ///
     /// ```
     /// # use tower_idempotency::client::RetryLayer;
@@ -149,8 +151,8 @@ impl RetryLayer {
         self
     }
 
-    /// How long one attempt may take: until the client is ready, and to the end of the answer's body, as far as that
-    /// is [read](Self::response_body_limit). Default 10 s. Give it more than the service's slowest answer, or slow
+    /// How long one attempt may take: until the client is ready, and from there to the end of the answer's body, as
+    /// far as that is [read](Self::response_body_limit). Default 10 s. Give it more than the service's slowest answer, or slow
     /// requests are only ever answered by what was recorded.
     ///
     /// # Panics
@@ -172,8 +174,9 @@ impl RetryLayer {
         self
     }
 
-    /// How long all of it may take, waits included. Default 90 s. A wait that would end after it is not begun, and
-    /// the last attempt gets what is left. Must be shorter than the server keeps its keys, which is a day or more as
+    /// How long all of it may take, from reading the request's body on, waits included. Default 90 s. A wait that
+    /// would end after it is not begun, and the last attempt gets what is left. What is handed on of an answer as it
+    /// comes ([`response_body_limit`](Self::response_body_limit)) may take longer. Must be shorter than the server keeps its keys, which is a day or more as
     /// a rule: after that the same key is a new one.
     ///
     /// # Panics
@@ -206,9 +209,13 @@ impl RetryLayer {
     }
 
     /// How many bytes of an answer's body are read within the attempt, so that one that breaks off is asked for
-    /// again. Default 1 MiB. A larger one is handed on as it comes, and so are streams: `text/event-stream`, gRPC,
-    /// `multipart/x-mixed-replace`. If such a body breaks off, it is the caller's to send the request again, with
-    /// the same key. Of errors 64 KiB are read in any case, since they tell what is to be done.
+    /// again. Default 1 MiB. A larger one is handed on as it comes, and so are streams, which are known by their
+    /// type: `text/event-stream`, gRPC, `multipart/x-mixed-replace`. If such a body breaks off, it is the caller's to
+    /// send the request again, with the same key; and no time-out of this layer bounds it.
+    ///
+    /// A stream of another type that comes slowly, such as lines of JSON, must be over within the attempt, or it is
+    /// sent again. With zero no body is waited for, and all answers are handed on as they come. But of errors 64 KiB
+    /// are read in any case, since they tell what is to be done.
     ///
     /// ```
     /// # use tower_idempotency::client::RetryLayer;
@@ -248,9 +255,45 @@ impl RetryLayer {
         self
     }
 
-    /// Called before every attempt, for what must be new in each one: nonces, dates, signatures. It gets a fresh copy
-    /// of the head, with the key in it, and the body. Whatever it does, the key's header is afterwards as it was. An
-    /// error ends the operation.
+    /// Further codes that mean that another attempt is still running, besides `idempotency_in_flight`. Read from the
+    /// same places, in answers of 4xx and 5xx; a number is written in its digits. Default none. For Stripe:
+    ///
+    /// ```
+    /// # use tower_idempotency::client::RetryLayer;
+    /// let layer = RetryLayer::new().also_in_flight(["idempotency_key_in_use"]);
+    /// # let _ = layer;
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When one of them is blank, or is a code by which an operation ends (`idempotency_key_reused`,
+    /// `idempotency_outcome_unknown`, `idempotency_response_not_retained`).
+    pub fn also_in_flight<C: Into<String>>(mut self, codes: impl IntoIterator<Item = C>) -> Self {
+        let codes: Vec<String> = codes.into_iter().map(Into::into).collect();
+        for code in &codes {
+            assert!(
+                !code.trim().is_empty(),
+                "also_in_flight: a code must not be blank"
+            );
+            assert!(
+                !SETTLED.contains(&code.as_str()),
+                "also_in_flight: {code} ends an operation"
+            );
+        }
+        self.options().judge.also_in_flight = codes;
+        self
+    }
+
+    /// Called before every attempt, once the client is ready, for what must be new in each one: nonces, dates,
+    /// signatures. It gets a fresh copy of the head, with the key in it, and the body. Whatever it does, the key's
+    /// header is afterwards as it was. An error ends the operation, as the last attempt before it ended if there was
+    /// one.
+    ///
+    /// Write them into headers. The URI belongs to what a server compares, so that with a nonce or a signature in the
+    /// query each attempt is another request, and [`Reused`](super::Unanswered::Reused).
+    ///
+    /// Whoever has to wait for a signature does that in a layer inside of this one: the [`Attempt`] stands in the
+    /// extensions of every request that comes there.
     ///
     /// ```
     /// # use tower_idempotency::client::RetryLayer;

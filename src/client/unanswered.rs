@@ -18,7 +18,8 @@ use crate::IdempotencyKey;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Unanswered {
-    /// Nothing was sent.
+    /// Nothing was sent in this call. Of an operation from an outbox an earlier one may have sent something:
+    /// its row counts the attempts.
     NotSent(NotSent),
     /// A request that is not [covered](super::RetryLayer::methods) failed. It had no key from here and one
     /// attempt, and nothing is promised for it.
@@ -26,7 +27,7 @@ pub enum Unanswered {
     /// The server knows the key from another request (`idempotency_key_reused`): a mistake of the caller's, for
     /// somebody to look at. Sending it again is of no use.
     Reused(Ended),
-    /// An attempt is still running at the server, or was when the last one asked.
+    /// An attempt is still running at the server, or was when the last one asked that was made.
     StillInFlight(Ended),
     /// An attempt was cut off at the server, which does not know what it did (`idempotency_outcome_unknown`).
     OutcomeUnknown(Ended),
@@ -37,13 +38,13 @@ pub enum Unanswered {
         /// How it ended.
         ended: Ended,
     },
-    /// The last attempt failed, and there was no time or no number left for another one. One of them may have
-    /// taken effect all the same.
+    /// The last attempt failed, and there was no time or no number left for another one, or it could not be made. Or
+    /// there is an answer that cannot be read, since it is compressed. The action may have been done all the same.
     GaveUp(Ended),
 }
 
 impl Unanswered {
-    /// How the last attempt ended; `None` where there was none, and for a request that is not covered.
+    /// How the last attempt ended that was made; `None` where there was none, and for a request that is not covered.
     pub fn ended(&self) -> Option<&Ended> {
         match self {
             Self::NotSent(_) | Self::Uncovered(_) => None,
@@ -60,7 +61,7 @@ impl Unanswered {
         self.ended().map(Ended::key)
     }
 
-    /// The last attempt's answer, as [`Ended::response`] has it.
+    /// The answer of the last attempt, as [`Ended::response`] has it.
     pub fn response(&self) -> Option<&Response<Bytes>> {
         self.ended().and_then(Ended::response)
     }
@@ -68,6 +69,18 @@ impl Unanswered {
     /// When the server wants the request again, as [`Ended::retry_after`] has it.
     pub fn retry_after(&self) -> Option<Duration> {
         self.ended().and_then(Ended::retry_after)
+    }
+
+    /// The same as [`ended`](Self::ended), by value.
+    pub fn into_ended(self) -> Option<Ended> {
+        match self {
+            Self::NotSent(_) | Self::Uncovered(_) => None,
+            Self::Reused(ended)
+            | Self::StillInFlight(ended)
+            | Self::OutcomeUnknown(ended)
+            | Self::NotRetained { ended, .. }
+            | Self::GaveUp(ended) => Some(ended),
+        }
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -87,6 +100,9 @@ impl fmt::Display for Unanswered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotSent(why) => write!(f, "nothing was sent: {why}"),
+            Self::Uncovered(uncovered) if uncovered.is_safe => {
+                f.write_str("a request that changes nothing failed, and may be sent again")
+            }
             Self::Uncovered(_) => f.write_str(
                 "a request without protection failed; what it did must be looked up before it is sent again",
             ),
@@ -96,7 +112,7 @@ impl fmt::Display for Unanswered {
             Self::StillInFlight(ended) => write!(
                 f,
                 "the request was still running at the server after {}: do not replace its idempotency key, but send the same again later or look up the true state",
-                ended.attempts()
+                Times(ended.attempts)
             ),
             Self::OutcomeUnknown(_) => f.write_str(
                 "the server was cut off and does not know what the request did: do not replace its idempotency key, but look up the true state",
@@ -107,7 +123,7 @@ impl fmt::Display for Unanswered {
             Self::GaveUp(ended) => write!(
                 f,
                 "there is no answer after {}, and the request may have been carried out: do not replace its idempotency key, but send the same again later or look up the true state",
-                ended.attempts()
+                Times(ended.attempts)
             ),
         }
     }
@@ -117,13 +133,25 @@ impl Error for Unanswered {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::NotSent(why) => why.source(),
-            Self::Uncovered(uncovered) => Some(&*uncovered.0),
+            Self::Uncovered(uncovered) => Some(&*uncovered.error),
             _ => self.ended().and_then(Ended::source),
         }
     }
 }
 
-/// How the last attempt ended.
+/// How many attempts, in words.
+struct Times(u32);
+
+impl fmt::Display for Times {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            1 => f.write_str("one attempt"),
+            more => write!(f, "{more} attempts"),
+        }
+    }
+}
+
+/// How the last attempt ended that was made.
 pub struct Ended {
     pub(super) key: IdempotencyKey,
     pub(super) attempts: u32,
@@ -139,15 +167,23 @@ impl Ended {
         &self.key
     }
 
-    /// How many attempts were made; the first is 1.
+    /// How many attempts were made: those that were handed to the client. One that it was not ready for, or that a
+    /// hook did not let through, is not among them.
     pub fn attempts(&self) -> u32 {
         self.attempts
     }
 
-    /// The last attempt's answer. Its body is read to the end, and empty where it was a stream or larger than
-    /// [`response_body_limit`](super::RetryLayer::response_body_limit). `None` if there was no answer.
+    /// The last attempt's answer. Its body is empty where it was a stream, where it was larger than
+    /// [`response_body_limit`](super::RetryLayer::response_body_limit) (and than 64 KiB), and where it is the body
+    /// of an error (4xx, 5xx) that broke off or did not end in time. `None` if there was no answer, or another one
+    /// than an error, and not to its end.
     pub fn response(&self) -> Option<&Response<Bytes>> {
         self.response.as_deref()
+    }
+
+    /// The same, by value: to hand it on.
+    pub fn into_response(self) -> Option<Response<Bytes>> {
+        self.response.map(|response| *response)
     }
 
     /// After how long the server wants the request again, counted from the last attempt's answer, if that says
@@ -156,13 +192,16 @@ impl Ended {
         self.retry_after
     }
 
-    /// Whether the last attempt had no whole answer in the time it had.
+    /// Whether the last attempt was stopped by [`attempt_timeout`](super::RetryLayer::attempt_timeout) or
+    /// [`total_timeout`](super::RetryLayer::total_timeout) before its answer was whole. A time-out of the client's
+    /// own, or of a layer inside of this one, is an error like others, and is in [`source`](Self::source).
     pub fn is_timeout(&self) -> bool {
         self.is_timeout
     }
 
-    /// The last attempt's error: the client's own, that of the answer's body, or that of a time-out. A
-    /// [`NotSent`] where a further attempt could not be made. `None` if there was an answer.
+    /// What went wrong: the client's own error, that of the answer's body, or that of a time-out. A [`NotSent`],
+    /// whatever the last attempt met, where a further one could not be made. Of an answer that could not be read
+    /// because it is compressed, that. `None` if there was another answer.
     pub fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.source.as_ref().map(|source| &**source as _)
     }
@@ -221,12 +260,16 @@ impl Error for NotSent {
 }
 
 /// The client's own error for a request that is not covered.
-pub struct Uncovered(pub(super) BoxError);
+pub struct Uncovered {
+    pub(super) error: BoxError,
+    /// By its method, so that it cannot have done anything.
+    pub(super) is_safe: bool,
+}
 
 impl Uncovered {
     /// The client's own error.
     pub fn into_inner(self) -> BoxError {
-        self.0
+        self.error
     }
 }
 

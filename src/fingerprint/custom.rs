@@ -27,8 +27,8 @@ pub struct FingerprintFn<F> {
 ///
 /// `name` is stored with each digest. When the function changes, change the name, and keep the old one
 /// registered with [`also_accept`](crate::IdempotencyLayer::also_accept) while its records live. Put your
-/// service's name in it and a version, as in `"invoices-v1"`: `exact-v1`, `json-v1`, `multipart-v1` and
-/// `key-only-v1` are taken.
+/// service's name in it and a version, as in `"invoices-v1"`: `exact-v1`, `json-v1`, `multipart-v1`,
+/// `endpoint-v1` and `key-only-v1` are taken.
 ///
 /// # Errors
 ///

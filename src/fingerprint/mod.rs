@@ -79,8 +79,9 @@ impl FingerprintScheme for ExactRequest {
 
 /// The key alone names the action: whatever else the request says, it is the same one.
 ///
-/// For senders that never reuse a key for something else, such as webhook deliveries. Anywhere
-/// else it hides the mistake of a key used twice.
+/// For those that never reuse a key for something else. Anywhere else it hides the mistake of a key used twice,
+/// and also that of one key sent to two routes: the second gets the first one's answer and does not run.
+/// [`Endpoint`] refuses that.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct KeyOnly;
 
@@ -94,8 +95,45 @@ impl FingerprintScheme for KeyOnly {
     }
 }
 
-/// What counts of a request's head, in every scheme that looks at more than the key: method, path
-/// and query, Content-Type essence, Content-Encoding.
+/// The key names the action, at one endpoint: SHA-256 over method and path, each preceded by its length. Neither
+/// query nor body counts, nor any header.
+///
+/// For senders of [events](crate::webhooks), who sign each delivery anew and may write its body, or a token in
+/// its query, anew. A key that was used at one route and comes to another is refused as
+/// [reused](crate::Rejection::KeyReused), and not taken for done. Where both are to run, put the route into the
+/// [`scope`](crate::IdempotencyLayer::scope). The path is the one the client sent, also inside nested routers: one that
+/// holds something which changes between deliveries needs [`KeyOnly`].
+///
+/// ```
+/// use axum::http::Request;
+/// use bytes::Bytes;
+/// use tower_idempotency::{Endpoint, FingerprintScheme};
+///
+/// let digest = |uri: &str, body: &'static [u8]| {
+///     let (head, body) = Request::post(uri).body(Bytes::from(body)).unwrap().into_parts();
+///     Endpoint.fingerprint(&head, &body).unwrap()
+/// };
+/// assert_eq!(digest("/webhooks?token=1", b"{\"sent\":1}"), digest("/webhooks?token=2", b"{\"sent\":2}"));
+/// assert_ne!(digest("/webhooks", b"{}"), digest("/refunds", b"{}"));
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Endpoint;
+
+impl FingerprintScheme for Endpoint {
+    fn name(&self) -> Scheme {
+        Scheme::Borrowed("endpoint-v1")
+    }
+
+    fn fingerprint(&self, head: &Parts, _: &Bytes) -> Result<Fingerprint, UndecodableBody> {
+        let mut framed = Framed(Vec::with_capacity(128));
+        framed.part(head.method.as_str().as_bytes());
+        framed.part(original_uri(head).path().as_bytes());
+        Ok(Fingerprint::from_bytes(Sha256::digest(framed.0).into()))
+    }
+}
+
+/// What counts of a request's head in the schemes that look at its body: method, path and query,
+/// Content-Type essence, Content-Encoding.
 fn head_of(head: &Parts) -> Framed {
     let uri = original_uri(head);
     let mut framed = Framed(Vec::with_capacity(256));

@@ -22,6 +22,7 @@ use crate::{
     options::Options,
     record::Scheme,
     response_future::ResponseFuture,
+    scope::MAX_SCOPE_LEN,
     service::keyed,
     store::{Checkpoints, Inspect},
 };
@@ -130,8 +131,12 @@ pub(super) async fn carry_out<S: Inspect + Checkpoints>(
     job: Job,
 ) -> Response<Body> {
     let (mut head, ()) = Request::new(()).into_parts();
-    head.extensions.insert(terms);
     let observed = Observed::new(&engine.options, &head.headers, Some(&key));
+    if terms.scope.as_bytes().len() > MAX_SCOPE_LEN {
+        return engine
+            .options
+            .refuse(Some(&head), &Rejection::ScopeUnknown, &observed);
+    }
     // Of a header more is asked; a message's id is whatever its queue has made it.
     let invalid = match key.as_bytes().len() {
         0 => Some(InvalidKey::Blank),
@@ -141,6 +146,7 @@ pub(super) async fn carry_out<S: Inspect + Checkpoints>(
         let rejection = Rejection::KeyInvalid(invalid);
         return engine.options.refuse(Some(&head), &rejection, &observed);
     }
+    head.extensions.insert(terms);
     let span = observed.span();
     let attempt = Arc::new(Attempt::new(engine.clone(), observed));
     let run = keyed(

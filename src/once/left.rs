@@ -7,7 +7,7 @@ use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{Done, Failure, OnceError, lock};
+use super::{Done, Failure, OnceError, UnreadableResult, lock};
 use crate::{IdempotencyStatus, Rejection, Retain, observe};
 
 /// What a run has left for the call that began it. Not all of that is recorded: no failure is, nor a result that
@@ -72,8 +72,10 @@ impl<T: Serialize + DeserializeOwned, E> Left<T, E> {
             let Ok(json) = body.collect().await else {
                 return Err(OnceError::Refused(Rejection::StoreUnavailable));
             };
-            let value = serde_json::from_slice(&json.to_bytes());
-            let value = value.map_err(|error| OnceError::Unreadable(error.into()))?;
+            let json = json.to_bytes();
+            let value = serde_json::from_slice(&json);
+            let value = value
+                .map_err(|error| OnceError::Unreadable(UnreadableResult::of(&json, &error)))?;
             let replayed = true;
             return Ok(Done { value, replayed });
         }

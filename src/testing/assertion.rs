@@ -27,7 +27,7 @@ const KEY: HeaderName = HeaderName::from_static("idempotency-key");
 /// [`assert_idempotent_with_keys`]; for a service to which what is appended makes no other body, such as one
 /// that compares forms by their parts, [`assert_idempotent_with_other_body`]. The effect happens about three
 /// times, under three keys. Needs a tokio runtime with time enabled. Services that let the key alone decide
-/// ([`KeyOnly`](crate::KeyOnly)) do not pass: they accept another body.
+/// ([`KeyOnly`](crate::KeyOnly), [`Endpoint`](crate::Endpoint)) do not pass: they accept another body.
 ///
 /// ```
 /// use axum::{Router, body::Body, http::Request, routing::post};

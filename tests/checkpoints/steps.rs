@@ -323,4 +323,26 @@ every_store! {
         run.answers(201, "done");
         answer.await.unwrap();
     }
+
+    async fn floats_come_back_to_the_last_bit(world: World) {
+        let mut bits = 0x9E37_79B9_7F4A_7C15_u64;
+        let next = |_| {
+            bits ^= bits << 13;
+            bits ^= bits >> 7;
+            bits ^= bits << 17;
+            (bits >> 11) as f64 / (1_u64 << 53) as f64 * 1_000.0
+        };
+        let saved: Vec<f64> = (0..2_500).map(next).collect();
+        let mut stage = Stage::on(&world).await;
+        let (run, answer) = stage.begin(post("k", "A")).await;
+        run.owner().checkpoint("amounts", &saved).await.unwrap();
+        run.answers(503, "down");
+        answer.await.unwrap();
+        let (run, _answer) = stage.begin(post("k", "A")).await;
+        let found: Option<Vec<f64>> = run.owner().checkpointed("amounts").await.unwrap();
+        for (saved, found) in saved.iter().zip(found.unwrap()) {
+            assert_eq!(found.to_bits(), saved.to_bits(), "{saved:?} came back as {found:?}");
+        }
+        run.answers(201, "done");
+    }
 }

@@ -261,3 +261,133 @@ async fn without_retries_there_is_one_attempt_with_a_key() {
     assert_eq!(ended.response().unwrap().body(), "busy");
     assert_eq!(ended.key().as_bytes(), script.key());
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_was_run_without_protection_is_never_sent_again() {
+    let layer = RetryLayer::new().retry_bare_conflict();
+    for status in [201, 402, 409, 429, 500, 502, 503, 504] {
+        let fields = [
+            ("idempotency-status", "unprotected"),
+            ("content-type", "application/json"),
+            ("content-encoding", "gzip"),
+            ("retry-after", "1"),
+        ];
+        let body = r#"{"code":"idempotency_in_flight"}"#;
+        let sent = first_answered(&layer, answer(status, &fields, body)).await;
+        assert_answered(sent, status);
+    }
+    let executed = answer(503, &[("idempotency-status", "executed")], "");
+    assert_retried(first_answered(&layer, executed).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn further_codes_may_mean_in_flight() {
+    let stripes = || {
+        let body = r#"{"error":{"code":"idempotency_key_in_use","type":"idempotency_error"}}"#;
+        envelope(409, body).unwrap()
+    };
+    let numbered = || problem(423, r#"{"code":1042}"#).unwrap();
+    let layer = RetryLayer::new();
+    assert_answered(first_answered(&layer, stripes()).await, 409);
+    let layer = layer.also_in_flight(["idempotency_key_in_use", "1042"]);
+    assert_retried(first_answered(&layer, stripes()).await);
+    assert_retried(first_answered(&layer, numbered()).await);
+    let own = problem(409, r#"{"code":"idempotency_in_flight"}"#).unwrap();
+    assert_retried(first_answered(&layer, own).await);
+
+    let script = Script::new([Ok(stripes())]);
+    let sent = script.send(layer.retries(0), charge()).await;
+    assert!(
+        matches!(sent, Err(Unanswered::StillInFlight(_))),
+        "{sent:?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_code_that_is_no_string_is_a_code_all_the_same() {
+    let layer = RetryLayer::new().retry_bare_conflict();
+    for body in [
+        r#"{"code":1042,"message":"order is paid"}"#,
+        r#"{"code":["a"]}"#,
+        r#"{"code":""}"#,
+        r#"{"error":{"code":7}}"#,
+    ] {
+        let conflict = envelope(409, body).unwrap();
+        assert_answered(first_answered(&layer, conflict).await, 409);
+    }
+    let none = envelope(409, r#"{"code":null,"error":{"code":null}}"#).unwrap();
+    assert_retried(first_answered(&layer, none).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_code_is_found_beside_whatever_else_there_is() {
+    let deep = format!(
+        r#"{{"trace":{}{},"code":"idempotency_in_flight"}}"#,
+        "[".repeat(1_000),
+        "]".repeat(1_000)
+    );
+    let deep: &'static str = deep.leak();
+    for body in [
+        r#"{"code":"idempotency_in_flight","error":{"trace":"x"}}"#,
+        r#"{"code":"idempotency_in_flight","error":"conflict"}"#,
+        r#"{"code":"other","error":{"code":"idempotency_in_flight"}}"#,
+        r#"{"code":"other","code":"idempotency_in_flight"}"#,
+        r#"{"code":"idempotency_in_flight","retry_after_seconds":1e999}"#,
+        r#"{"code":"idempotency_in_flight","limit":-1e400,"retryable":"?"}"#,
+        r#"{"code":"idempotency_in_flight","details":[],"original_status":"x"}"#,
+        r#"{"c\u006fde":"idempotency\u005fin_flight"}"#,
+        deep,
+    ] {
+        let (attempts, sent) =
+            first_answered(&RetryLayer::new(), problem(409, body).unwrap()).await;
+        assert_eq!(
+            (attempts, sent.unwrap().status().as_u16()),
+            (2, 201),
+            "{body:.80}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_that_is_compressed_is_never_taken_as_the_answer() {
+    let layer = RetryLayer::new();
+    let kind = ("content-type", "application/problem+json");
+    for coding in ["gzip", "identity, br"] {
+        let coding = ("content-encoding", coding);
+        // As the layer of this crate says it, of all its conflicts this one alone.
+        let busy = || answer(409, &[kind, coding, ("retry-after", "1")], "\u{1f}");
+        assert_retried(first_answered(&layer, busy()).await);
+        let script = Script::new([Ok(busy())]);
+        let sent = script.send(layer.clone().retries(0), charge()).await;
+        assert!(
+            matches!(sent, Err(Unanswered::StillInFlight(_))),
+            "{sent:?}"
+        );
+
+        let other = answer(409, &[kind, coding], "\u{1f}");
+        let (attempts, sent) = first_answered(&layer, other).await;
+        let Err(Unanswered::GaveUp(ended)) = sent else {
+            panic!("{sent:?}");
+        };
+        assert_eq!((attempts, ended.attempts()), (1, 1));
+        let source = ended.source().unwrap().to_string();
+        assert!(source.contains("decompression inside"), "{source}");
+        let response = ended.into_response().unwrap();
+        assert_eq!(
+            (response.status().as_u16(), &response.body()[..]),
+            (409, &b"\x1f"[..])
+        );
+
+        let replay = answer(409, &[("idempotent-replay", "true"), coding], "\u{1f}");
+        assert_eq!(first_answered(&layer, replay).await.0, 1);
+        // The others by their status.
+        assert_answered(
+            first_answered(&layer, answer(402, &[coding], "")).await,
+            402,
+        );
+        assert_retried(first_answered(&layer, answer(503, &[coding], "")).await);
+    }
+    let plain = [kind, ("content-encoding", "identity")];
+    let body = r#"{"code":"idempotency_in_flight"}"#;
+    assert_retried(first_answered(&layer, answer(409, &plain, body)).await);
+}

@@ -167,3 +167,97 @@ async fn a_failure_too_large_to_be_read_is_judged_by_its_status() {
     assert_eq!(ended.attempts(), 2);
     assert!(ended.response().unwrap().body().is_empty());
 }
+
+/// A body that stops in the middle, and never ends.
+fn hanging() -> Body {
+    let (mut sender, body) = channel();
+    sender
+        .try_send(http_body::Frame::data("{}\n".into()))
+        .unwrap();
+    std::mem::forget(sender);
+    body
+}
+
+fn breaking() -> Body {
+    Pieces::new(["{}"]).then_error().body()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_head_of_an_error_counts_where_its_body_does_not_come_to_its_end() {
+    for (body, is_timeout) in [(breaking as fn() -> Body, false), (hanging, true)] {
+        // One that the status alone would settle is sent again too: only the whole of it says what it is.
+        for status in [402, 409, 503] {
+            let cut = || Ok(answer(status, &[("retry-after", "7")], body()));
+            let script = Script::new([cut()]);
+            let answer = script.send(RetryLayer::new(), charge()).await.unwrap();
+            assert_eq!((answer.status().as_u16(), script.attempts()), (201, 2));
+
+            let script = Script::new([cut(), cut()]);
+            let sent = script.send(RetryLayer::new().retries(1), charge()).await;
+            let Err(Unanswered::GaveUp(ended)) = sent else {
+                panic!("{sent:?}");
+            };
+            assert_eq!(ended.attempts(), 2);
+            assert_eq!(ended.is_timeout(), is_timeout);
+            assert!(ended.source().is_some());
+            assert_eq!(ended.retry_after(), Some(std::time::Duration::from_secs(7)));
+            let response = ended.into_response().unwrap();
+            assert_eq!(response.status().as_u16(), status);
+            assert_eq!(response.headers()["retry-after"], "7");
+            assert!(response.body().is_empty());
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_body_of_an_unprotected_answer_is_the_callers_however_it_ends() {
+    for (status, body) in [
+        (500, breaking as fn() -> Body),
+        (201, breaking),
+        (503, hanging),
+    ] {
+        let fields = [("idempotency-status", "unprotected")];
+        let script = Script::new([Ok(answer(status, &fields, body()))]);
+        let answer = script.send(RetryLayer::new(), charge()).await.unwrap();
+        assert_eq!((answer.status().as_u16(), script.attempts()), (status, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_a_limit_of_zero_slow_streams_of_any_type_are_handed_on() {
+    let kind = [("content-type", "application/x-ndjson")];
+    let (mut sender, body) = channel();
+    let script = Script::new([Ok(answer(201, &kind, body))]);
+    let layer = RetryLayer::new().response_body_limit(0);
+    let answered = script.send(layer, charge()).await.unwrap();
+    assert_eq!((answered.status().as_u16(), script.attempts()), (201, 1));
+    // Not even its beginning is waited for.
+    sender.send_data("{}\n".into()).await.unwrap();
+    drop(sender);
+    assert_eq!(text(answered).await, "{}\n");
+
+    let script = Script::new([Ok(answer(201, &kind, hanging()))]);
+    script.send(RetryLayer::new(), charge()).await.unwrap();
+    assert_eq!(script.attempts(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_beyond_the_limit_is_kept_up_to_sixty_four_kibibytes() {
+    let layer = RetryLayer::new().retries(0).response_body_limit(10);
+    for (length, kept) in [(64 * 1024, 64 * 1024), (64 * 1024 + 1, 0)] {
+        let script = Script::new([Ok(answer(503, &[], "x".repeat(length)))]);
+        let sent = script.send(layer.clone(), charge()).await;
+        let response = sent.unwrap_err().into_ended().unwrap().into_response();
+        assert_eq!(response.unwrap().body().len(), kept);
+    }
+}
+
+#[tokio::test]
+async fn a_request_whose_body_never_ends_does_not_outrun_its_time() {
+    let script = Script::default();
+    let layer = RetryLayer::new().total_timeout(std::time::Duration::from_millis(50));
+    let endless = Pieces::endless("").body();
+    let sent = script.send(layer, charging(endless)).await;
+    assert!(matches!(sent, Err(Unanswered::NotSent(_))), "{sent:?}");
+    assert_eq!(script.attempts(), 0);
+}

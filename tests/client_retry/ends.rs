@@ -135,3 +135,55 @@ async fn nothing_that_is_logged_shows_a_secret() {
         assert!(!text.contains(secret), "{text}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn how_many_attempts_there_were_is_said_in_words() {
+    for (retries, words) in [(0, "after one attempt"), (5, "after 6 attempts")] {
+        for answers in [says(503, ""), problem(409, IN_FLIGHT)] {
+            let (head, _) = answers.unwrap().into_parts();
+            let busy = || Ok(http::Response::from_parts(head.clone(), IN_FLIGHT.into()));
+            let script = Script::new(std::iter::repeat_with(busy).take(6));
+            let layer = RetryLayer::new().retries(retries);
+            let unanswered = script.send(layer, charge()).await.unwrap_err();
+            assert!(unanswered.to_string().contains(words), "{unanswered}");
+        }
+    }
+}
+
+const IN_FLIGHT: &str = r#"{"code":"idempotency_in_flight"}"#;
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_covered_alarms_only_where_it_may_have_done_something() {
+    for (method, alarms) in [
+        ("GET", false),
+        ("HEAD", false),
+        ("PUT", true),
+        ("DELETE", true),
+    ] {
+        let script = Script::new([unreachable()]);
+        let request = http::Request::builder().method(method).uri("/charges");
+        let request = request.body(axum::body::Body::empty()).unwrap();
+        let unanswered = script.send(RetryLayer::new(), request).await.unwrap_err();
+        let sentence = unanswered.to_string();
+        assert_eq!(sentence.contains("must be looked up"), alarms, "{sentence}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_answer_can_be_handed_on() {
+    let script = Script::new([Ok(answer(503, &[("x-request", "7")], "busy"))]);
+    let sent = script.send(RetryLayer::new().retries(0), charge()).await;
+    let ended = sent.unwrap_err().into_ended().unwrap();
+    let response = ended.into_response().unwrap();
+    assert_eq!(response.headers()["x-request"], "7");
+    assert_eq!(response.into_body(), "busy");
+
+    let script = Script::new([unreachable()]);
+    let sent = script.send(RetryLayer::new().retries(0), charge()).await;
+    let ended = sent.unwrap_err().into_ended().unwrap();
+    assert!(ended.into_response().is_none());
+
+    let layer = RetryLayer::new().before_attempt(|_, _, _| Err("no signature".into()));
+    let sent = Script::default().send(layer, charge()).await;
+    assert!(sent.unwrap_err().into_ended().is_none());
+}

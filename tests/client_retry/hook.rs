@@ -1,11 +1,13 @@
 //! What is new in every attempt, and what stays.
 
-use std::{error::Error, io};
+use std::{error::Error, io, time::Duration};
 
-use http::HeaderValue;
-use tower_idempotency::client::{NotSent, RetryLayer, Unanswered};
+use axum::body::Body;
+use http::{HeaderValue, Request};
+use tower::{Layer, ServiceExt, service_fn};
+use tower_idempotency::client::{Attempt, NotSent, RetryLayer, Unanswered};
 
-use crate::script::{Script, charge, says, unreachable};
+use crate::script::{Script, answer, charge, problem, says, unreachable};
 
 #[tokio::test(start_paused = true)]
 async fn the_hook_makes_each_attempt_anew_and_sees_key_and_body() {
@@ -111,4 +113,64 @@ async fn a_hook_that_fails_ends_it_and_says_truly_whether_anything_was_sent() {
     assert_eq!(ended.key().as_bytes(), script.key());
     let why: &NotSent = ended.source().unwrap().downcast_ref().unwrap();
     assert_eq!(why.source().unwrap().to_string(), "no signature");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hook_that_fails_later_keeps_the_last_answer_and_what_it_means() {
+    let failing = RetryLayer::new().before_attempt(|_, _, attempt| match attempt.number {
+        1 => Ok(()),
+        _ => Err("no signature".into()),
+    });
+    let busy = answer(503, &[("retry-after", "3")], "busy");
+    let script = Script::new([Ok(busy)]);
+    let unanswered = script.send(failing.clone(), charge()).await.unwrap_err();
+    let Unanswered::GaveUp(ended) = &unanswered else {
+        panic!("{unanswered:?}");
+    };
+    assert_eq!((ended.attempts(), script.attempts()), (1, 1));
+    assert_eq!(ended.retry_after(), Some(Duration::from_secs(3)));
+    assert!(ended.source().unwrap().is::<NotSent>());
+    assert_eq!(ended.response().unwrap().body(), "busy");
+
+    let script = Script::new([problem(409, r#"{"code":"idempotency_in_flight"}"#)]);
+    let unanswered = script.send(failing, charge()).await.unwrap_err();
+    let Unanswered::StillInFlight(ended) = &unanswered else {
+        panic!("{unanswered:?}");
+    };
+    assert_eq!(
+        (
+            ended.attempts(),
+            ended.response().unwrap().status().as_u16()
+        ),
+        (1, 409)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_inside_can_wait_for_a_signature_of_the_attempt() {
+    let script = Script::new([unreachable(), says(503, "")]);
+    let client = script.client();
+    let signing = service_fn(move |mut request: Request<Body>| {
+        let client = client.clone();
+        async move {
+            let attempt = request.extensions().get::<Attempt>().cloned().unwrap();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let signed = format!("{}.{}", attempt.number, attempt.key.as_str().unwrap());
+            request
+                .headers_mut()
+                .insert("signature", signed.parse().unwrap());
+            client.oneshot(request).await
+        }
+    });
+    // Whatever a hook does to the extensions.
+    let layer = RetryLayer::new().before_attempt(|head, _, _| {
+        head.extensions.clear();
+        Ok(())
+    });
+    layer.layer(signing).oneshot(charge()).await.unwrap();
+    let key = String::from_utf8(script.key()).unwrap();
+    for (number, head) in (1..).zip(script.heads()) {
+        assert_eq!(head.headers["signature"], format!("{number}.{key}"));
+    }
+    assert_eq!(script.attempts(), 3);
 }

@@ -31,6 +31,10 @@ fn nonsense_is_refused_by_the_name_of_its_option() {
     refused("back_off", || layer().back_off(second, second / 2));
     refused("attempt_timeout", || layer().attempt_timeout(zero));
     refused("total_timeout", || layer().total_timeout(zero));
+    refused("also_in_flight", || layer().also_in_flight(["a", " "]));
+    refused("also_in_flight", || {
+        layer().also_in_flight(["idempotency_key_reused"])
+    });
 }
 
 #[tokio::test(start_paused = true)]

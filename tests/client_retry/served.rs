@@ -8,10 +8,12 @@ use std::{
 use axum::{Router, body::Body, extract::Request as AxumRequest, middleware::Next};
 use http::{Request, Response};
 use tokio::time::Instant;
-use tower::{Layer, ServiceExt};
+use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
+use tower_http::{compression::CompressionLayer, decompression::DecompressionLayer};
 use tower_idempotency::{
-    IdempotencyKey, IdempotencyLayer, MemoryStore, Profile,
-    client::{Answered, RetryLayer, Unanswered},
+    IdempotencyKey, IdempotencyLayer, MemoryStore, Profile, StoreFailure,
+    client::{Answered, Attempt, RetryLayer, Unanswered},
+    testing::{Fault, FaultyStore, Operation, Times},
 };
 
 use crate::{
@@ -200,4 +202,108 @@ async fn a_key_that_belongs_to_another_request_is_told_as_the_callers_mistake() 
         assert_eq!(ended.response().unwrap().status().as_u16(), status);
         assert_eq!((ended.attempts(), handler.effects()), (1, 1));
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_that_are_compressed_are_never_taken_for_answers() {
+    let handler = Handler::new();
+    let app = handler.behind(layer()).layer(CompressionLayer::new());
+    let retry = RetryLayer::new().attempt_timeout(Duration::from_secs(2));
+    let outside = ServiceBuilder::new()
+        .layer(DecompressionLayer::new())
+        .layer(retry.clone())
+        .service(app.clone());
+
+    // X4
+    handler.close_gate();
+    let slow = outside.clone().oneshot(charge("order-17", "250 baht"));
+    let slow = tokio::spawn(slow);
+    tokio::time::sleep(Duration::from_millis(4_500)).await;
+    handler.open_gate();
+    assert_eq!(slow.await.unwrap().unwrap().status().as_u16(), 201);
+    assert_eq!(handler.effects(), 1);
+
+    let reused = outside.oneshot(charge("order-17", "999 baht")).await;
+    let Err(Unanswered::GaveUp(ended)) = reused else {
+        panic!("{:?}", reused.map(|answer| answer.status()));
+    };
+    assert!(ended.source().unwrap().to_string().contains("compressed"));
+    let inside = retry.layer(DecompressionLayer::new().layer(app));
+    let reused = inside.oneshot(charge("order-17", "999 baht")).await;
+    let reused = reused.map(|answer| answer.status());
+    assert!(matches!(reused, Err(Unanswered::Reused(_))), "{reused:?}");
+    assert_eq!(handler.effects(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_run_without_protection_that_failed_is_not_run_again() {
+    let store = FaultyStore::new(MemoryStore::new());
+    store.fail(Operation::Claim, Fault::Before, Times::Always);
+    let layer = IdempotencyLayer::new(store)
+        .single_tenant()
+        .store_failure(StoreFailure::RunUnprotected);
+    let handler = Handler::answering(|_| {
+        let answer = Response::builder().status(502);
+        answer.body(Body::from("charged, and then?")).unwrap()
+    });
+    let client = RetryLayer::new().layer(handler.behind(layer));
+    let answer = client.oneshot(charge("order-17", "250 baht")).await;
+    assert_eq!(answer.unwrap().status().as_u16(), 502);
+    assert_eq!(handler.effects(), 1);
+}
+
+// As the hook's documentation says.
+#[tokio::test(start_paused = true)]
+async fn a_nonce_in_the_query_makes_the_next_attempt_another_request() {
+    for (in_query, status) in [(true, None), (false, Some(201))] {
+        let handler = Handler::new();
+        let app = handler.behind(layer());
+        let lossy = service_fn(move |request: Request<Body>| {
+            let app = app.clone();
+            async move {
+                let is_first = request.extensions().get::<Attempt>().unwrap().number == 1;
+                let answer = app.oneshot(request).await.unwrap();
+                match is_first {
+                    true => Err(std::io::Error::other("lost")),
+                    false => Ok(answer),
+                }
+            }
+        });
+        let layer = RetryLayer::new().before_attempt(move |head, _, attempt| {
+            match in_query {
+                true => head.uri = format!("/charges?nonce={}", attempt.number).parse()?,
+                false => drop(head.headers.insert("nonce", attempt.number.into())),
+            }
+            Ok(())
+        });
+        let sent = layer
+            .layer(lossy)
+            .oneshot(charge("order-17", "250 baht"))
+            .await;
+        match sent {
+            Ok(answer) => assert_eq!(Some(answer.status().as_u16()), status),
+            Err(Unanswered::Reused(_)) => assert_eq!(status, None),
+            Err(other) => panic!("{other:?}"),
+        }
+        assert_eq!(handler.effects(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_with_one_key_at_once_have_one_effect_and_one_answer() {
+    let handler = Handler::new();
+    handler.close_gate();
+    let client = RetryLayer::new()
+        .attempt_timeout(Duration::from_secs(1))
+        .layer(handler.behind(layer()));
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        clients.spawn(client.clone().oneshot(charge("order-17", "250 baht")));
+    }
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    handler.open_gate();
+    for sent in clients.join_all().await {
+        assert_eq!(text(sent.unwrap()).await, r#"{"charge":1}"#);
+    }
+    assert_eq!(handler.effects(), 1);
 }

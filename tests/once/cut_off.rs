@@ -67,6 +67,17 @@ every_store! {
         assert_eq!(value(stage.asked(&once(&store), "k").await), replay("found out"));
     }
 
+    async fn what_a_resolver_does_not_know_yet_may_be_asked_for_again(world: World) {
+        let store = world.open().await;
+        let mut stage = Stage::new();
+        abandon(&once(&store), &mut stage, "k").await;
+        let resolver = |_: Abandoned| async { Verdict::Leave };
+        let resolving = Once::new(layer(&store).resolver(resolver));
+        let refused = stage.asked(&resolving, "k").await.unwrap_err();
+        assert_eq!(refused.retry_after(), Some(std::time::Duration::from_secs(60)));
+        assert_eq!(refusal::<String>(Err(refused)), UNKNOWN);
+    }
+
     async fn what_did_not_happen_is_run(world: World) {
         let store = world.open().await;
         let mut stage = Stage::new();

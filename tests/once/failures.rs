@@ -93,4 +93,86 @@ every_store! {
         }
         assert_eq!(refusal(stage.asked(&once, "k").await), UNKNOWN);
     }
+
+    /// As the docs of `NothingHappened` say.
+    async fn where_nothing_happened_after_a_checkpoint_the_key_stays_with_its_fingerprint(world: World) {
+        let store = world.open().await;
+        let once = once(&store);
+        let mut stage = Stage::new();
+        for (attempt, known) in [(1, None), (2, Some(1)), (2, Some(1))] {
+            let called = stage.called(&once, "k");
+            let run = stage.next().await;
+            assert_eq!(run.handle.attempt(), attempt);
+            assert_eq!(run.handle.checkpointed::<u8>("step").await.unwrap(), known);
+            run.handle.checkpoint("step", &1).await.unwrap();
+            run.returns(nothing_happened());
+            joined(called).await.unwrap_err();
+        }
+        let begun = stage.begun();
+        assert_eq!(refusal(joined(stage.called_for(&once, "k", "B")).await), REUSED);
+        assert_eq!(stage.begun(), begun);
+        world.clock.advance(std::time::Duration::from_secs(24 * 3600 + 1));
+        let called = stage.called_for(&once, "k", "B");
+        let run = stage.next().await;
+        assert_eq!((run.handle.attempt(), run.handle.checkpointed::<u8>("step").await.unwrap()), (1, None));
+        run.answers("of B");
+        assert_eq!(value(joined(called).await), first("of B"));
+    }
+
+    // L3
+    async fn a_late_failure_frees_and_abandons_nothing(world: World) {
+        for (key, late) in [("free", nothing_happened()), ("abandoned", unknown())] {
+            let late_once = once(&world.open_silent().await);
+            let mut stage = Stage::new();
+            let called = stage.called(&late_once, key);
+            let old = stage.next().await;
+            world.clock.advance(PAST_LEASE);
+            let store = world.open().await;
+            let bold = Once::new(layer(&store).recovery(Recovery::rerun()));
+            let took_over = stage.called(&bold, key);
+            let new = stage.next().await;
+            old.returns(late);
+            assert!(matches!(joined(called).await, Err(OnceError::Failed(_))));
+            assert_eq!(state(&store, key).await, Some(State::Running));
+            assert_eq!(refusal(stage.asked(&bold, key).await), IN_FLIGHT);
+            new.answers("new");
+            assert_eq!(value(joined(took_over).await), first("new"));
+            assert_eq!(value(stage.asked(&late_once, key).await), replay("new"));
+        }
+    }
+}
+
+#[test]
+fn a_failure_is_an_error_and_can_be_told_in_another_one() {
+    let failure = Failure::NothingHappened(Broken("refused"));
+    assert_eq!(
+        failure.to_string(),
+        "the operation failed without having had an effect"
+    );
+    let source = std::error::Error::source(&failure).unwrap();
+    assert_eq!(source.to_string(), "refused");
+    assert_eq!(
+        failure.map(|broken| broken.0),
+        Failure::NothingHappened("refused")
+    );
+    let failure = Failure::from(Broken("timed out"));
+    assert_eq!(OnceError::Failed(failure).to_string(), failure.to_string());
+    assert_eq!(
+        failure.map(|broken| broken.0),
+        Failure::Unknown("timed out")
+    );
+}
+
+/// `?` makes `Unknown` of an error, and leaves a failure what it is.
+#[tokio::test]
+async fn a_failure_that_is_handed_on_stays_what_it_is() {
+    async fn inner() -> Result<String, Failure<Broken>> {
+        Err(Failure::NothingHappened(Broken("refused")))
+    }
+    async fn outer() -> Result<String, Failure<Broken>> {
+        let value = inner().await?;
+        Ok(value + ", and more")
+    }
+    let failed = outer().await.unwrap_err();
+    assert_eq!(failed, Failure::NothingHappened(Broken("refused")));
 }

@@ -89,3 +89,35 @@ async fn a_sealed_store_seals_results() {
         assert!(!stored.windows(6).any(|window| window == b"s3cret"));
     }
 }
+
+/// Told as a store that is out of reach, since another process may have the key; the event says what is wrong.
+#[cfg(all(feature = "sealing", feature = "sqlite"))]
+#[tokio::test]
+async fn a_result_sealed_with_a_key_that_is_not_there_is_named_in_an_event() {
+    use tower_idempotency::{IdempotencyLayer, Once, SealedStore, SealingKeys, SqliteStore};
+
+    let folder = tempfile::tempdir().unwrap();
+    let (written, _guard) = Written::of_this_thread();
+    let asked = async |name: &str, key: u8| {
+        let store = SqliteStore::open(folder.path().join("jobs.db"))
+            .await
+            .unwrap();
+        let keys = SealingKeys::new(name, [key; 32]);
+        let store = SealedStore::open(store, keys).await.unwrap();
+        let once = Once::new(IdempotencyLayer::new(store));
+        let operation = || async { Ok::<_, Failure<Broken>>("result".to_owned()) };
+        let key = IdempotencyKey::new("k");
+        once.run(scope(), key, Fingerprint::of(["A"]), operation)
+            .await
+    };
+    assert_eq!(value(asked("k1", 7).await), first("result"));
+    let event = "retained response cannot be read";
+    assert!(!written.text().contains(event));
+    assert_eq!(refusal(asked("k2", 8).await), UNAVAILABLE);
+    let text = written.text();
+    assert!(
+        text.contains(event) && text.contains("sealed with the key"),
+        "{text}"
+    );
+    assert_eq!(value(asked("k1", 7).await), replay("result"));
+}

@@ -78,18 +78,22 @@ every_store! {
             once.run(scope, key, Fingerprint::of(["A"]), operation)
         };
         for (scope, key) in [(1, &b""[..]), (1, &[0xFF; 256]), (256, b"k")] {
-            let refused = rejection(call(scope, key).await);
+            let refused = call(scope, key).await;
+            let said = refused.as_ref().unwrap_err().to_string();
+            let refused = rejection(refused);
             match scope {
                 256 => assert_eq!(refused, Rejection::ScopeUnknown),
                 _ => assert!(matches!(refused, Rejection::KeyInvalid(_)), "{refused:?}"),
             }
+            assert_eq!(said.contains("scope"), scope == 256, "{said}");
+            assert!(said.contains("255") || key.is_empty(), "{said}");
         }
         assert_eq!(store.total_calls(), 0);
-        for (scope, key) in [(0, &b" "[..]), (255, &[0xFF; 255]), (255, &[0; 255])] {
+        for (scope, key) in [(0, &b" "[..]), (0, b"\0"), (0, b"a,b;'\\\""), (255, &[0xFF; 255]), (255, &[0; 255])] {
             assert!(!call(scope, key).await.unwrap().replayed);
             assert!(call(scope, key).await.unwrap().replayed);
         }
-        assert_eq!(records(&store).await, 3);
+        assert_eq!(records(&store).await, 5);
     }
 
     // S9

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tower_idempotency::{
-    IdempotencyLayer, MemoryStore, Once, State, StoreFailure,
+    IdempotencyLayer, MemoryStore, Once, Recovery, State, StoreFailure,
     testing::{Fault, Operation, Times},
 };
 
@@ -46,6 +46,21 @@ every_store! {
         assert_eq!(state(&store, "k").await, Some(State::Abandoned));
         assert_eq!(refusal(stage.asked(&once, "new").await), OVERLOADED);
         assert_eq!(send(&app, post("new", "A")).await.code(), OVERLOADED);
+    }
+
+    /// A deploy sends no message to the dead letters.
+    async fn what_a_drain_cut_off_may_be_asked_for_again(world: World) {
+        let store = world.open().await;
+        let once = Once::new(layer(&store).recovery(Recovery::rerun()));
+        let mut stage = Stage::new();
+        let called = stage.called(&once, "k");
+        let _run = stage.next().await;
+        once.layer().drain(Duration::from_millis(20)).await;
+        let cut_off = joined(called).await.unwrap_err();
+        assert_eq!(cut_off.retry_after(), Some(Duration::from_secs(60)), "{cut_off:?}");
+        assert!(!cut_off.is_done());
+        let elsewhere = Once::new(layer(&world.open().await).recovery(Recovery::rerun()));
+        assert_eq!(value(stage.runs(&elsewhere, "k", Ok("one".to_owned())).await), first("one"));
     }
 
     /// An operation that ends in time is recorded, and its caller gets its result.
@@ -108,5 +123,44 @@ every_store! {
         store.clear();
         comes_to(&store, "k", Some(State::Completed)).await;
         assert_eq!(value(stage.asked(&once, "k").await), replay("one"));
+    }
+}
+
+/// Blocking workers, each with a runtime that stands still between two jobs, and one handle among them.
+#[cfg(feature = "sqlite")]
+#[test]
+fn workers_with_runtimes_of_their_own_all_get_their_results() {
+    use tokio::runtime;
+    use tower_idempotency::{Failure, Fingerprint, IdempotencyKey, SqliteStore};
+
+    let folder = tempfile::tempdir().unwrap();
+    // The store's writer lives here.
+    let home = runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let store = SqliteStore::open(folder.path().join("jobs.db"));
+    let once = Once::new(IdempotencyLayer::new(home.block_on(store).unwrap()));
+    let workers: Vec<_> = (0..4)
+        .map(|worker| {
+            let once = once.clone();
+            std::thread::spawn(move || {
+                let runtime = runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .unwrap();
+                for job in 0..40_u8 {
+                    let operation = move || async move { Ok::<_, Failure<Broken>>(job) };
+                    let key = IdempotencyKey::new(format!("{worker}-{job}"));
+                    let done = once.run(scope(), key, Fingerprint::of(["A"]), operation);
+                    assert_eq!(runtime.block_on(done).unwrap().value, job);
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            })
+        })
+        .collect();
+    for worker in workers {
+        worker.join().unwrap();
     }
 }

@@ -11,8 +11,8 @@ use std::{
 use axum::http::StatusCode;
 use tokio::task::JoinSet;
 use tower_idempotency::{
-    Failure, Fingerprint, IdempotencyKey, InFlight, Once, OnceError, Rejection, RetainedResponse,
-    Scope, State,
+    Failure, Fingerprint, IdempotencyKey, IdempotencyLayer, InFlight, MemoryStore, Once, OnceError,
+    Rejection, RetainedResponse, Scope, State, testing::Operation,
 };
 
 use super::stage::*;
@@ -121,11 +121,30 @@ every_store! {
         let called = stage.called(&waiting, "k");
         let run = stage.next().await;
         let second = stage.called(&waiting, "k");
-        crate::support::called(&store, tower_idempotency::testing::Operation::Claim, 2).await;
+        crate::support::called(&store, Operation::Claim, 2).await;
         run.answers("one");
         assert_eq!(value(joined(called).await), first("one"));
         assert_eq!(value(joined(second).await), replay("one"));
         assert_eq!(stage.begun(), 1);
+    }
+
+    async fn a_call_that_waits_does_not_run_what_has_an_unknown_outcome(world: World) {
+        let store = world.open().await;
+        let waiting = Once::new(layer(&store).in_flight(InFlight::Wait(Duration::from_secs(20))));
+        let mut stage = Stage::new();
+        for (claims, key) in [(2, "failed"), (4, "panicked")] {
+            let called = stage.called(&waiting, key);
+            let run = stage.next().await;
+            let second = stage.called(&waiting, key);
+            crate::support::called(&store, Operation::Claim, claims).await;
+            match key {
+                "failed" => run.returns(Err(Failure::Unknown(Broken("timed out")))),
+                _ => run.panics("as the test wants"),
+            }
+            assert!(called.await.map_or(true, |ended| ended.is_err()));
+            assert_eq!(refusal(joined(second).await), UNKNOWN);
+        }
+        assert_eq!(stage.begun(), 2);
     }
 
     // D1
@@ -160,13 +179,69 @@ fn an_error_says_whether_to_come_back_and_whether_it_is_done() {
         original_request_id: None,
     });
     assert_eq!(passing.retry_after(), Some(Duration::from_secs(1)));
-    let done = OnceError::<Broken>::Refused(Rejection::ResponseNotRetained {
-        status: None,
+    let unknown = OnceError::<Broken>::Refused(Rejection::OutcomeUnknown {
         original_request_id: None,
     });
+    assert_eq!(unknown.retry_after(), Some(Duration::from_secs(60)));
+    assert!(!passing.is_done() && !unknown.is_done());
+    let not_retained = |status| {
+        OnceError::<Broken>::Refused(Rejection::ResponseNotRetained {
+            status,
+            original_request_id: None,
+        })
+    };
+    let done = not_retained(Some(StatusCode::OK));
     assert_eq!((done.retry_after(), done.is_done()), (None, true));
+    for status in [None, Some(StatusCode::INTERNAL_SERVER_ERROR)] {
+        let unclear = not_retained(status);
+        assert_eq!((unclear.retry_after(), unclear.is_done()), (None, false));
+        assert!(unclear.to_string().contains("look up"), "{unclear}");
+    }
     let failed = OnceError::Failed(Failure::from(Broken("the provider is gone")));
     assert_eq!((failed.retry_after(), failed.is_done()), (None, false));
     let source = std::error::Error::source(&failed).unwrap();
     assert_eq!(source.to_string(), "the provider is gone");
+}
+
+/// Within one that runs.
+#[tokio::test]
+async fn an_operation_may_ask_for_another_and_not_for_itself() {
+    let once = Once::new(IdempotencyLayer::new(MemoryStore::new()));
+    let call = |once: Once<MemoryStore>, key: &'static str| async move {
+        let operation = move || async move { Ok::<_, Failure<Broken>>(key.to_owned()) };
+        let key = IdempotencyKey::new(key);
+        once.run(scope(), key, Fingerprint::of(["A"]), operation)
+            .await
+    };
+    let inner = once.clone();
+    let operation = move || async move {
+        assert_eq!(refusal(call(inner.clone(), "k").await), IN_FLIGHT);
+        Ok::<_, Failure<Broken>>(call(inner, "other").await.unwrap().value)
+    };
+    let key = IdempotencyKey::new("k");
+    let done = once.run(scope(), key, Fingerprint::of(["A"]), operation);
+    assert_eq!(value(done.await), first("other"));
+}
+
+/// However its call ends.
+#[tokio::test]
+async fn nothing_of_an_operation_is_held_after_its_call() {
+    let once = Once::new(IdempotencyLayer::new(MemoryStore::new()));
+    let held = Arc::new(());
+    for number in 0..300 {
+        let holding = held.clone();
+        let operation = move || async move {
+            let _holding = holding;
+            match number % 3 {
+                0 => Ok(1_u8),
+                1 => Err(Failure::NothingHappened(Broken("refused"))),
+                _ => Err(Failure::Unknown(Broken("timed out"))),
+            }
+        };
+        let key = IdempotencyKey::new(format!("k{}", number % 100));
+        let _ = once
+            .run(scope(), key, Fingerprint::of(["A"]), operation)
+            .await;
+    }
+    crate::support::eventually("all is dropped", || Arc::strong_count(&held) == 1).await;
 }

@@ -184,6 +184,18 @@ pub async fn comes_to(store: &TestStore, key: &str, expected: Option<State>) {
     panic!("{:?}, not {expected:?}", state(store, key).await);
 }
 
+/// Prices, rates and any number between them, the same in each run of the test.
+pub fn floats(many: usize) -> Vec<f64> {
+    let mut bits = 0x9E37_79B9_7F4A_7C15_u64;
+    let next = |_| {
+        bits ^= bits << 13;
+        bits ^= bits >> 7;
+        bits ^= bits << 17;
+        (bits >> 11) as f64 / (1_u64 << 53) as f64 * 1_000.0
+    };
+    (0..many).map(next).collect()
+}
+
 /// The result, and whether it was there already.
 #[track_caller]
 pub fn value(ended: Ended) -> (String, bool) {

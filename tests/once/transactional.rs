@@ -11,8 +11,8 @@ use std::{
 use sqlx::Postgres;
 use tokio::{sync::Semaphore, task::JoinHandle};
 use tower_idempotency::{
-    Done, Failure, Fingerprint, IdempotencyKey, Isolation, Mode, Once, OnceError, Rejection, Scope,
-    State, Tx, TxError, TxOptions,
+    Done, Failure, Fingerprint, IdempotencyKey, Isolation, Mode, Once, OnceError, Recovery,
+    Rejection, Scope, State, Tx, TxError, TxOptions,
 };
 
 use super::stage::{Broken, PAST_LEASE, joined};
@@ -150,24 +150,27 @@ on_both! {
     }
 
     // L11
-    async fn a_run_whose_runtime_ends_leaves_neither_and_is_run_again<D: Db>() {
+    async fn a_run_whose_runtime_ends_leaves_neither_and_is_run_again_however_often<D: Db>() {
         let ground = Ground::<D>::new().await;
         let (once, gate) = (once::<D>(&ground), Gate::new());
-        let elsewhere = D::open(&ground.place).await;
-        let dying = std::thread::spawn({
-            let gate = gate.clone();
-            move || {
-                let runtime = tokio::runtime::Runtime::new().unwrap();
-                runtime.block_on(async {
-                    let once = Once::new(crate::ground::transactional(&elsewhere));
-                    let _running = books_behind::<D>(&once, "k", &gate, 1);
-                    gate.reached().await;
-                });
-            }
-        });
-        dying.join().unwrap();
-        assert_eq!(ground.effects("k").await, 0);
-        ground.advance(PAST_LEASE);
+        // No attempts are counted: there was no effect.
+        for _ in 0..5 {
+            let elsewhere = D::open(&ground.place).await;
+            let dying = std::thread::spawn({
+                let gate = gate.clone();
+                move || {
+                    let runtime = tokio::runtime::Runtime::new().unwrap();
+                    runtime.block_on(async {
+                        let once = Once::new(crate::ground::transactional(&elsewhere));
+                        let _running = books_behind::<D>(&once, "k", &gate, 1);
+                        gate.reached().await;
+                    });
+                }
+            });
+            dying.join().unwrap();
+            assert_eq!(ground.effects("k").await, 0);
+            ground.advance(PAST_LEASE);
+        }
         assert_eq!(value(books::<D>(&once, "k", Ok(2)).await), (2, false));
         assert_eq!(ground.left("k").await, (1, DONE));
     }
@@ -184,6 +187,90 @@ on_both! {
         gate.open();
         assert_eq!(value(joined(called).await), (2, true));
         assert_eq!(ground.left("k").await, (1, DONE));
+    }
+
+    // L3
+    async fn a_run_that_lost_its_claim_and_fails_changes_nothing<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let (late, gate) = (once::<D>(&ground), Gate::new());
+        let held = gate.clone();
+        let called = tokio::spawn(async move {
+            let operation = move |tx: Tx<D>| {
+                let held = held.clone();
+                async move {
+                    held.pass().await;
+                    drop(tx);
+                    Err::<u64, _>(Broken("late"))
+                }
+            };
+            let key = IdempotencyKey::new("k");
+            late.run_in(Scope::shared(), key, Fingerprint::of(["A"]), operation).await
+        });
+        gate.reached().await;
+        ground.advance(PAST_LEASE);
+        let winner = Once::new(ground.elsewhere().await);
+        assert_eq!(value(books::<D>(&winner, "k", Ok(2)).await), (2, false));
+        gate.open();
+        // Its own end, or what the record says by then.
+        match joined(called).await {
+            Ok(done) => assert_eq!((done.value, done.replayed), (2, true)),
+            failed => assert_eq!(failed, Err(OnceError::Failed(Failure::NothingHappened(Broken("late"))))),
+        }
+        assert_eq!(ground.left("k").await, (1, DONE));
+        assert_eq!(value(books::<D>(&winner, "k", Ok(3)).await), (2, true));
+    }
+
+    /// A plain run that took over may have had its effect.
+    async fn a_plain_run_after_one_in_a_transaction_is_not_run_again_without_asking<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let (late, gate) = (once::<D>(&ground), Gate::new());
+        let hung = books_behind::<D>(&late, "k", &gate, 1);
+        gate.reached().await;
+        ground.advance(PAST_LEASE);
+        let elsewhere = Once::new(ground.elsewhere().await);
+        let cut_off = tokio::spawn({
+            let elsewhere = elsewhere.clone();
+            async move {
+                let operation = || async { panic!("as the test wants") };
+                let key = IdempotencyKey::new("k");
+                elsewhere
+                    .run::<u64, Broken, _, _>(Scope::shared(), key, Fingerprint::of(["A"]), operation)
+                    .await
+            }
+        });
+        assert!(cut_off.await.unwrap_err().is_panic());
+        let record = ground.record("k").await.unwrap();
+        assert_eq!((record.state, record.mode), (State::Abandoned, Mode::Plain));
+        let refused = books::<D>(&elsewhere, "k", Ok(2)).await.unwrap_err();
+        assert!(matches!(refused, OnceError::Refused(Rejection::OutcomeUnknown { .. })), "{refused:?}");
+        hung.abort();
+    }
+
+    /// Nor does one in a transaction that fails make it a question of nothing but the transaction.
+    async fn a_run_in_a_transaction_after_a_plain_one_that_was_cut_off_leaves_it_so<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let bold = Once::new(ground.layer().recovery(Recovery::rerun()));
+        let unknown = || async { Err::<u64, _>(Failure::Unknown(Broken("timed out"))) };
+        let key = IdempotencyKey::new("k");
+        bold.run(Scope::shared(), key, Fingerprint::of(["A"]), unknown).await.unwrap_err();
+        let failed = books::<D>(&bold, "k", Err(Broken("refused"))).await;
+        assert!(matches!(failed, Err(OnceError::Failed(Failure::NothingHappened(_)))), "{failed:?}");
+        let record = ground.record("k").await.unwrap();
+        assert_eq!((record.state, record.mode), (State::Abandoned, Mode::Plain));
+        let refused = books::<D>(&once::<D>(&ground), "k", Ok(1)).await.unwrap_err();
+        assert!(matches!(refused, OnceError::Refused(Rejection::OutcomeUnknown { .. })), "{refused:?}");
+        assert_eq!(value(books::<D>(&bold, "k", Ok(2)).await), (2, false));
+        assert_eq!(ground.left("k").await, (1, DONE));
+    }
+
+    async fn the_result_of_a_plain_run_is_that_of_one_in_a_transaction<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let outside = Once::new(plain(&ground.store));
+        let operation = || async { Ok::<u64, Failure<Broken>>(1) };
+        let key = IdempotencyKey::new("k");
+        outside.run(Scope::shared(), key, Fingerprint::of(["A"]), operation).await.unwrap();
+        assert_eq!(value(books::<D>(&once::<D>(&ground), "k", Ok(2)).await), (1, true));
+        assert_eq!(ground.effects("k").await, 0);
     }
 
     /// What it does is in no transaction.
@@ -243,6 +330,24 @@ on_both! {
         assert_eq!(ground.left("k").await, (1, DONE));
         let refused = books::<D>(&once, "k", Ok(5)).await.unwrap_err();
         assert!(refused.is_done(), "{refused:?}");
+    }
+
+    async fn a_result_that_cannot_be_written_is_committed_and_remembered_as_done<D: Db>() {
+        let ground = Ground::<D>::new().await;
+        let once = once::<D>(&ground);
+        let call = || {
+            let operation = |mut tx: Tx<D>| async move {
+                D::run_in(&mut tx, &booking("k")).await.unwrap();
+                // No JSON has such names.
+                Ok::<_, Broken>(std::collections::BTreeMap::from([(vec![1_u8], 2_u8)]))
+            };
+            let key = IdempotencyKey::new("k");
+            once.run_in(Scope::shared(), key, Fingerprint::of(["A"]), operation)
+        };
+        assert_eq!(call().await.unwrap().value[&vec![1]], 2);
+        assert_eq!(ground.left("k").await, (1, DONE));
+        assert!(call().await.unwrap_err().is_done());
+        assert_eq!(ground.effects("k").await, 1);
     }
 
     // N5

@@ -259,6 +259,71 @@ both! {
         );
     }
 
+    async fn a_key_in_the_header_is_the_key(ground: Ground) {
+        let with = |operation: Operation, key: &'static str| {
+            let name = HeaderName::from_static("idempotency-key");
+            operation.header(name, HeaderValue::from_static(key))
+        };
+        let operation = with(charge_of(1), "\"mine\"").key(IdempotencyKey::new("mine"));
+        let begun = ground.outbox.begin("r", operation).await.unwrap();
+        assert_eq!(begun.entry().key(), IdempotencyKey::new("mine"));
+        let again = ground.outbox.begin("r", charge_of(1)).await.unwrap();
+        assert!(!again.differs());
+        ground.relay().send::<Body, _>("r").await.unwrap();
+        assert_eq!(ground.shop.keys(), ["mine"]);
+
+        let other = with(charge_of(1), "other").key(IdempotencyKey::new("mine"));
+        let refused = [other, with(charge_of(1), ""), with(with(charge_of(1), "a"), "b")];
+        for operation in refused {
+            let error = ground.outbox.begin("refused", operation.clone()).await.unwrap_err();
+            assert_eq!(error.kind(), OutboxErrorKind::Invalid);
+            let error = ground.outbox.begin_in(&ground.pool, "refused", operation).await.unwrap_err();
+            assert_eq!(error.kind(), OutboxErrorKind::Invalid);
+        }
+        assert_eq!(ground.count("idempotency_outbox").await, 1);
+    }
+
+    async fn a_savepoint_that_is_rolled_back_takes_the_beginning_with_it(ground: Ground) {
+        use sqlx::Acquire;
+        let mut transaction = ground.pool.begin().await.unwrap();
+        let mut inner = transaction.begin().await.unwrap();
+        let first = ground.outbox.begin_in(&mut *inner, "r", charge_of(1)).await.unwrap();
+        inner.rollback().await.unwrap();
+        let second = ground.outbox.begin_in(&mut *transaction, "r", charge_of(1)).await.unwrap();
+        assert!(second.is_new() && first.entry().key() != second.entry().key());
+        let third = ground.outbox.begin_in(&mut *transaction, "r", charge_of(1)).await.unwrap();
+        assert!(!third.is_new());
+        transaction.commit().await.unwrap();
+        let row = ground.outbox.find("r").await.unwrap().unwrap();
+        assert_eq!(row.key(), second.entry().key());
+    }
+
+    async fn odd_references_and_uris_come_back_as_they_were(ground: Ground) {
+        let odd = ["HTTP://A.Example:80/x?%ff", "http://[::1]:8/", "http://a.example?x", "http://a.example/%00"];
+        for (number, uri) in odd.into_iter().enumerate() {
+            let reference = format!("{number} é 😀 ' \" \\ % _ \n {{table}} $1 {}", "x".repeat(200));
+            let operation = Operation::post(uri.parse().unwrap()).key(IdempotencyKey::new("k"));
+            let begun = ground.outbox.begin(&reference, operation.clone()).await.unwrap();
+            assert_eq!(begun.entry().reference(), reference);
+            assert_eq!(begun.entry().operation().unwrap(), operation);
+            assert!(!ground.outbox.begin(&reference, operation).await.unwrap().differs());
+        }
+    }
+
+    async fn no_name_of_a_table_meets_that_of_anothers_index(ground: Ground) {
+        let make = |name: &str| -> Outbox<Db> { Outbox::new(ground.pool.clone()).table(name) };
+        for name in ["a_pending", "a", "a_settled", "a_turn", "a_pkey", "_", "Select", &"x".repeat(40)] {
+            make(name).migrate().await.unwrap();
+            make(name).begin("r", charge_of(1)).await.unwrap();
+            let indexes = if IS_POSTGRES {
+                format!("pg_indexes WHERE tablename = '{name}' AND schemaname = current_schema()")
+            } else {
+                format!("sqlite_master WHERE type = 'index' AND tbl_name = '{name}'")
+            };
+            assert_eq!(ground.count(&indexes).await, 4, "{name}");
+        }
+    }
+
     async fn the_table_is_created_once_and_no_other_is_taken_for_it(ground: Ground) {
         let mut tasks = tokio::task::JoinSet::new();
         for _ in 0..6 {
@@ -343,12 +408,43 @@ async fn nonsense_panics_and_names_the_option() {
         let outbox = outbox().margin(Duration::from_secs(60));
         drop(outbox.key_lifetime(Duration::from_secs(60)));
     });
+    says("statement_timeout", &|| {
+        let relay = tower_idempotency::client::Relay::new(
+            outbox(),
+            tower_idempotency::client::Retry::new(()),
+        );
+        drop(relay.clone().statement_timeout(Duration::ZERO));
+    });
     // An attempt must not outlive the key.
     says("attempt_timeout", &|| {
         let outbox = outbox().key_lifetime(Duration::from_secs(60));
         let retry = tower_idempotency::client::Retry::new(());
         drop(tower_idempotency::client::Relay::new(outbox, retry));
     });
+}
+
+/// A table that another tenant's schema has, further down the search path.
+#[cfg(feature = "postgres")]
+#[tokio::test]
+async fn the_table_is_that_of_its_own_schema() {
+    let ground = crate::ground::postgres::Ground::new().await;
+    let schema: String = sqlx::query_scalar("SELECT current_schema()::text")
+        .fetch_one(&ground.pool)
+        .await
+        .unwrap();
+    ground.run(&format!("CREATE SCHEMA \"{schema}_own\"")).await;
+    let path = format!("\"{schema}_own\",\"{schema}\"");
+    let options = (*ground.pool.connect_options()).clone();
+    let options = options.options([("search_path", path)]);
+    let pool = sqlx::PgPool::connect_with(options).await.unwrap();
+    let own: Outbox<sqlx::Postgres> = Outbox::new(pool);
+    own.migrate().await.unwrap();
+    own.begin("r", charge_of(1)).await.unwrap();
+    let there = ground.outbox.find("r").await.unwrap().is_some();
+    ground
+        .run(&format!("DROP SCHEMA \"{schema}_own\" CASCADE"))
+        .await;
+    assert!(!there);
 }
 
 /// A handler whose effect, record and following operation are committed together.

@@ -128,7 +128,7 @@ async fn finishes(world: &World, requests: usize, attempts: i64) {
         br#"{"amount_satang":25000,"order_id":"A-17"}"#
     );
     // There is nothing left to do.
-    assert_eq!(world.next().await, "");
+    assert_eq!(world.next().await, "0 pending, 1 done, 0 refused\n");
     assert_eq!(world.shop.requests().len(), requests);
 }
 

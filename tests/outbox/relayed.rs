@@ -9,7 +9,7 @@ use std::{
 };
 
 use axum::{Json, body::Body, response::IntoResponse};
-use http::{HeaderName, HeaderValue, Request, StatusCode};
+use http::{HeaderValue, Request, StatusCode};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::{ServiceExt, service_fn};
@@ -103,13 +103,7 @@ both! {
     }
 
     async fn every_attempt_is_read_from_the_row_and_counted_before_it_is_sent(ground: Ground) {
-        let (name, value) = (
-            HeaderName::from_static("idempotency-key"),
-            HeaderValue::from_static("stale"),
-        );
-        let operation = charge_of(1)
-            .header(name, value)
-            .key(IdempotencyKey::new("first"));
+        let operation = charge_of(1).key(IdempotencyKey::new("first"));
         ground.outbox.begin("r", operation).await.unwrap();
         let attempts = Arc::new(AtomicU64::new(0));
         let (app, outbox, made) = (ground.shop.app(), ground.outbox.clone(), attempts.clone());
@@ -365,14 +359,14 @@ both! {
             (entry.state(), entry.status()),
             (EntryState::Failed, Some(StatusCode::CONFLICT))
         );
-        ground.outbox.reopen("reused").await.unwrap();
         ground
             .shop
             .refuse_next(problem("idempotency_key_reused", json!({})));
+        ground.outbox.begin("resumed", charge_of(1)).await.unwrap();
         let resumed = relay.resume::<Body, _>(10).await.unwrap();
         assert_eq!(
             (resumed.failed.len(), resumed.failed[0].reference()),
-            (1, "reused")
+            (1, "resumed")
         );
         assert_eq!(ground.shop.charges().len(), 0);
     }

@@ -121,8 +121,17 @@ both! {
         );
 
         let rotated = with(SealingKeys::new("new", [2; 32]).also_opens("old", [1; 32]));
-        let relay = Relay::new(rotated, ground.shop.client());
+        assert_eq!(rotated.sealed_with("old").await.unwrap(), 1);
+        let relay = Relay::new(rotated.clone(), ground.shop.client());
         assert_eq!(relay.resume::<Body, _>(10).await.unwrap().done.len(), 1);
+        // The request of the one still needs it.
+        for (id, rows) in [("old", 1), ("new", 2), ("ol", 0), ("", 0)] {
+            assert_eq!(rotated.sealed_with(id).await.unwrap(), rows, "{id}");
+        }
+        let two_days = std::time::Duration::from_secs(2 * 86_400);
+        ground.age("r", two_days).await;
+        assert_eq!(rotated.purge(10).await.unwrap(), 1);
+        assert_eq!(rotated.sealed_with("old").await.unwrap(), 0);
         assert_eq!(
             (ground.shop.charges().len(), ground.shop.keys().len()),
             (2, 2)

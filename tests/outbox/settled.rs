@@ -5,7 +5,9 @@ use std::time::Duration;
 use axum::body::Body;
 use bytes::Bytes;
 use http::{Response, StatusCode};
-use tower_idempotency::client::{EntryState, Outbox, OutboxErrorKind, Outcome, Undelivered};
+use tower_idempotency::client::{
+    EntryState, Outbox, OutboxErrorKind, Outcome, Unanswered, Undelivered,
+};
 
 use crate::ground::{both, charge_of};
 
@@ -160,7 +162,7 @@ both! {
         for _ in 0..2 {
             let refused = relay.send::<Body, _>("old").await.unwrap_err();
             assert!(
-                matches!(&refused, Undelivered::Overdue(entry) if entry.reference() == "old"),
+                matches!(&refused, Undelivered::Overdue { entry, after: None, .. } if entry.reference() == "old"),
                 "{refused:?}"
             );
         }
@@ -170,6 +172,7 @@ both! {
         // Looked up, and found done.
         let done = outbox.settle("old", Outcome::Done, None).await.unwrap();
         assert_eq!((done.state(), done.status()), (EntryState::Done, None));
+        assert!(!done.is_overdue());
         assert!(done.result().unwrap().is_none());
         assert!(outbox.overdue(10).await.unwrap().is_empty());
     }
@@ -197,7 +200,15 @@ both! {
             tower_layer::Layer::layer(&retry, client),
         );
         let ended = relay.send("r").await.unwrap_err();
-        assert!(matches!(ended, Undelivered::Overdue(_)), "{ended:?}");
+        // It says that something was sent.
+        assert!(
+            matches!(
+                &ended,
+                Undelivered::Overdue { after: Some(Unanswered::GaveUp(last)), .. } if last.attempts() == 1
+            ),
+            "{ended:?}"
+        );
+        assert!(ended.to_string().contains("was sent without an answer"));
         assert_eq!(aged.load(std::sync::atomic::Ordering::SeqCst), 1);
         assert_eq!(
             ground.outbox.find("r").await.unwrap().unwrap().attempts(),
@@ -241,6 +252,44 @@ both! {
         }
         ground.age("late", DAY).await;
         assert_eq!(outbox.purge(10).await.unwrap(), 1);
+    }
+
+    async fn an_answer_that_cannot_be_kept_is_refused(ground: Ground) {
+        let outbox = &ground.outbox;
+        outbox.begin("r", charge_of(1)).await.unwrap();
+        let large = Response::new(Bytes::from(vec![1; 1024 * 1024 + 1]));
+        let mut lines = Response::new(Bytes::new());
+        for _ in 0..16_385 {
+            lines.headers_mut().append("x", http::HeaderValue::from_static("y"));
+        }
+        for answer in [large, lines] {
+            let refused = outbox.settle("r", Outcome::Done, Some(answer)).await.unwrap_err();
+            assert_eq!(refused.kind(), OutboxErrorKind::Invalid);
+        }
+        assert_eq!(outbox.find("r").await.unwrap().unwrap().state(), EntryState::Pending);
+        let largest = Response::new(Bytes::from(vec![1; 1024 * 1024]));
+        let done = outbox.settle("r", Outcome::Done, Some(largest)).await.unwrap();
+        assert_eq!(done.result().unwrap().unwrap().body().len(), 1024 * 1024);
+    }
+
+    async fn what_ended_is_listed_page_by_page(ground: Ground) {
+        let outbox = &ground.outbox;
+        for reference in ["c", "é", "a", "b"] {
+            outbox.begin(reference, charge_of(1)).await.unwrap();
+        }
+        for reference in ["é", "a", "c"] {
+            outbox.settle(reference, Outcome::Done, answer(StatusCode::CREATED, reference)).await.unwrap();
+        }
+        let (mut after, mut seen) = (String::new(), Vec::new());
+        loop {
+            let page = outbox.list(EntryState::Done, &after, 2).await.unwrap();
+            let Some(last) = page.last() else { break };
+            after = last.reference().to_owned();
+            seen.extend(page.iter().map(|entry| entry.reference().to_owned()));
+        }
+        assert_eq!(seen, ["a", "c", "é"]);
+        assert_eq!(outbox.list(EntryState::Pending, "", 9).await.unwrap()[0].reference(), "b");
+        assert!(outbox.list(EntryState::Failed, "", 9).await.unwrap().is_empty());
     }
 
     async fn lists_are_bounded_and_begin_with_the_oldest(ground: Ground) {

@@ -1,17 +1,20 @@
 //! The key is a member of the body.
 
+use std::time::{Duration, Instant};
+
 use axum::{
     body::Body,
     http::{HeaderName, HeaderValue, Request},
 };
 use tower_idempotency::{
-    ExactRequest, IdempotencyLayer, InvalidKey, KeyFormat, KeyOnly, MAX_KEY_LEN, MemoryStore,
-    Rejection, RejectionContext, RenderRejection, testing::Operation,
+    Audience, Endpoint, ExactRequest, IdempotencyLayer, InvalidKey, KeyFormat, KeyOnly,
+    MAX_KEY_LEN, MemoryStore, Profile, Rejection, RejectionContext, RenderRejection,
+    testing::Operation,
 };
 
 use crate::{
     every_store,
-    support::{logs::Logs, *},
+    support::{logs::Logs, puppet::Puppet, *},
 };
 
 fn layer(store: &TestStore, pointer: &str) -> IdempotencyLayer<TestStore> {
@@ -149,6 +152,35 @@ every_store! {
         send(&app, event).await.assert_replays(&answer);
     }
 
+    async fn of_many_deliveries_in_either_form_one_runs_and_none_is_told_2xx_before(world: World) {
+        let (store, other) = (world.open().await, world.open().await);
+        let (router, mut puppet) = Puppet::new();
+        let by_header = IdempotencyLayer::new(other.clone()).single_tenant().profile(Profile::Webhook);
+        let senders = |layer: IdempotencyLayer<TestStore>| layer.audience(Audience::Senders);
+        let apps = [
+            router.clone().route_layer(senders(layer(&store, "/id")).fingerprint(Endpoint)),
+            router.route_layer(by_header),
+        ];
+        let event = || {
+            let request = Request::post("/webhooks").header("webhook-id", "evt_1");
+            request.body(Body::from("{\"id\":\"evt_1\"}")).unwrap()
+        };
+        let mut sent: Vec<_> = (0..50).map(|nth| spawn(&apps[nth % 2], event())).collect();
+        let run = puppet.next().await;
+        eventually("all others to be answered", || {
+            sent.iter().filter(|sent| sent.is_finished()).count() == 49
+        })
+        .await;
+        run.answers(200, "done");
+        let mut statuses = Vec::new();
+        for sent in sent.drain(..) {
+            statuses.push(sent.await.unwrap().status.as_u16());
+        }
+        statuses.sort_unstable();
+        assert_eq!((statuses[0], &statuses[1..]), (200, &[503; 49][..]));
+        assert_eq!(puppet.begun(), 1);
+    }
+
     async fn length_and_content_are_those_of_the_key_format(world: World) {
         let store = world.open().await;
         let handler = Handler::new();
@@ -174,6 +206,35 @@ every_store! {
         let reused = send(&app, delivery(r#"{"id":"evt_1","amount":9}"#)).await;
         assert_eq!(reused.said(), (409, "idempotency_key_reused".into()));
         assert_eq!(handler.effects(), 1);
+    }
+
+    async fn odd_texts_and_numbers_are_keys(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store, "/id"));
+        for (at, body) in [
+            r#"{"id":"a\u0000b"}"#.to_owned(),
+            r#"{"id":"\u0001"}"#.to_owned(),
+            r#"{"id":"\n evt \r"}"#.to_owned(),
+            r#"{"id":"\ud83d\ude00"}"#.to_owned(),
+            format!(r#"{{"id":"{}"}}"#, "é".repeat(127)),
+            r#"{"id":123456789012345678901234567890}"#.to_owned(),
+        ].into_iter().enumerate() {
+            let first = send(&app, delivery(body.clone())).await;
+            assert_eq!(first.status, 201, "{body}");
+            send(&app, delivery(body)).await.assert_replays(&first);
+            assert_eq!(handler.effects(), at + 1);
+        }
+    }
+
+    async fn ids_of_headers_and_members_meet(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let named = IdempotencyLayer::new(store.clone()).single_tenant().fingerprint(KeyOnly);
+        let in_head = request("POST", "/webhooks", Some("evt_1"), "{}");
+        let first = send(&handler.behind(named), in_head).await;
+        let by_member = handler.behind(layer(&store, "/id"));
+        send(&by_member, delivery(r#"{"id":"evt_1"}"#)).await.assert_replays(&first);
     }
 
     async fn of_many_at_once_one_runs(world: World) {
@@ -249,6 +310,63 @@ fn messages_and_debug_show_the_pointer_and_no_key() {
         rendered.refusal(&head, &Rejection::KeyInvalid(why));
     }
     let _: &dyn RenderRejection = &seen;
+}
+
+/// Elements are named by their numbers, and by nothing that looks like one.
+#[tokio::test]
+async fn odd_numbers_name_no_element() {
+    let world = World::memory();
+    let store = world.open().await;
+    let handler = Handler::new();
+    for pointer in [
+        "/a/01",
+        "/a/+1",
+        "/a/-",
+        "/a/-1",
+        "/a/ 1",
+        "/a/1 ",
+        "/a/",
+        "/a/18446744073709551617",
+    ] {
+        let app = handler.behind(layer(&store, pointer));
+        let answer = send(&app, delivery(r#"{"a":["x","y","z"]}"#)).await;
+        let required = (400, "idempotency_key_required".to_owned());
+        assert_eq!(answer.said(), required, "{pointer}");
+    }
+}
+
+/// A bound far above what any of them takes, and far below what a search takes that goes back.
+#[tokio::test]
+async fn large_bodies_take_linear_time() {
+    let world = World::memory();
+    let store = world.open().await;
+    let handler = Handler::new();
+    let escaped = "\\u0061".repeat(1_000_000);
+    let members: String = (0..300_000).map(|at| format!("\"i{at}\":{at},")).collect();
+    let same = "\"i\\u0064x\":0,".repeat(400_000);
+    for (pointer, body) in [
+        ("/id", format!("{{{members}\"id\":\"evt_1\"}}")),
+        ("/id", format!("{{\"{escaped}\":1,\"id\":\"evt_2\"}}")),
+        ("/id", format!("{{{same}\"id\":\"evt_3\"}}")),
+        (
+            "/a/1999999",
+            format!("{{\"a\":[{}\"evt_4\"]}}", "1,".repeat(1_999_999)),
+        ),
+        ("/id", format!("{{\"id\":{}}}", "1".repeat(5_000_000))),
+        ("/id", format!("{{\"id\":\"{escaped}\"}}")),
+        ("/id", "[".repeat(5_000_000)),
+        (
+            "/id",
+            format!("{}{{\"id\":\"evt_5\"}}", " ".repeat(5_000_000)),
+        ),
+    ] {
+        let wide = layer(&store, pointer).request_body_limit(8 * 1024 * 1024);
+        let app = handler.behind(wide);
+        let begun = Instant::now();
+        send(&app, delivery(body)).await;
+        assert!(begun.elapsed() < Duration::from_secs(20), "{pointer}");
+    }
+    assert_eq!(handler.effects(), 5);
 }
 
 /// Each pointer, and what is wrong with it.

@@ -9,8 +9,9 @@ use axum::{
 };
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{
-    Audience, FingerprintScheme, IdempotencyKey, IdempotencyLayer, IdempotencyStatus,
-    IdempotentResponse, KeyOnly, Profile, RecordId, Recovery, Retain, Scope, State, Token,
+    Audience, Endpoint, ErrorEnvelope, FingerprintScheme, IdempotencyKey, IdempotencyLayer,
+    IdempotencyStatus, IdempotentResponse, InFlight, ProblemJson, Profile, RecordId, Recovery,
+    Rejection, RejectionContext, RenderRejection, Retain, Scope, State, Streamed, Token,
     store::{Claim, ClaimRequest, Store},
     testing::{Fault, Operation, Times},
 };
@@ -69,8 +70,8 @@ fn assert_come_back(answer: &Answer, code: &str, seconds: &str) {
 async fn begin_elsewhere(store: &TestStore, event: &str, replaces: Option<Token>) -> Token {
     let id = RecordId::new(Scope::shared(), IdempotencyKey::new(event));
     let (head, _) = delivery(event, 0).into_parts();
-    let fingerprint = KeyOnly.fingerprint(&head, &"".into()).unwrap();
-    let mut claim = ClaimRequest::new(id, KeyOnly.name(), fingerprint);
+    let fingerprint = Endpoint.fingerprint(&head, &"".into()).unwrap();
+    let mut claim = ClaimRequest::new(id, Endpoint.name(), fingerprint);
     claim.replaces = replaces;
     claim.lease = LEASE;
     let claimed = store.inner().claim(claim).await.unwrap();
@@ -284,6 +285,160 @@ every_store! {
         assert_eq!(handler.effects(), 1);
     }
 
+    async fn a_kept_answer_that_cannot_be_read_is_that_of_a_completed_run(world: World) {
+        if !world.is_durable() {
+            return;
+        }
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store));
+        send(&app, delivery("evt_1", 1)).await;
+        let kept = handler.behind(layer(&store).retention(tower_idempotency::Retention::standard()));
+        let failing = Handler::answering(|_| Response::builder().status(500).body("kept".into()).unwrap());
+        let failing = failing.behind(layer(&store).retention(tower_idempotency::Retention::standard()));
+        send(&failing, delivery("evt_2", 1)).await;
+        world.tamper("UPDATE idempotency_records SET response = x'ff00ff'").await;
+        let again = send(&app, delivery("evt_1", 2)).await;
+        assert_eq!((again.status.as_u16(), again.replay, again.body.len()), (201, true, 0));
+        assert_come_back(&send(&kept, delivery("evt_2", 2)).await, "store_unavailable", "1");
+        let clients = handler.behind(layer(&store).audience(Audience::Clients));
+        assert_come_back(&send(&clients, delivery("evt_1", 3)).await, "store_unavailable", "1");
+        assert_eq!(handler.effects(), 1);
+    }
+
+    // L12
+    async fn what_was_cut_off_does_not_stay_for_ever(world: World) {
+        const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let app = router.clone().route_layer(layer(&store)).layer(CatchPanicLayer::new());
+        // Refused after a panic; and three panics.
+        for (event, ends) in [("evt_1", &["panic", "410"][..]), ("evt_2", &["panic"; 3])] {
+            for (nth, end) in ends.iter().enumerate() {
+                let held = spawn(&app, delivery(event, nth));
+                let run = puppet.next().await;
+                match *end {
+                    "panic" => run.panics("as the test wants"),
+                    _ => run.answers(410, "no event of ours"),
+                }
+                held.await.unwrap();
+            }
+            assert_eq!(state(&store, event).await, Some(State::Abandoned));
+        }
+        // No other profile lets that happen.
+        let own = layer(&store).header_name(HeaderName::from_static("webhook-id")).profile(Profile::Gateway);
+        let gateway = router.route_layer(own).layer(CatchPanicLayer::new());
+        let held = spawn(&gateway, delivery("evt_3", 1));
+        puppet.next().await.panics("as the test wants");
+        held.await.unwrap();
+
+        world.clock.advance(WEEK);
+        assert_come_back(&send(&app, delivery("evt_2", 4)).await, "outcome_unknown", "60");
+        // A run of theirs might have gone on until then.
+        world.clock.advance(Duration::from_secs(601));
+        while store.inner().purge(100).await.unwrap() > 0 {}
+        assert_eq!((record(&store, "evt_1").await, record(&store, "evt_2").await), (None, None));
+        assert_eq!(state(&store, "evt_3").await, Some(State::Abandoned));
+        let held = spawn(&app, delivery("evt_2", 5));
+        puppet.next().await.answers(200, "done");
+        assert_eq!(held.await.unwrap().status, 200);
+    }
+
+    async fn one_that_waits_in_vain_is_told_to_come_back_and_after_a_failure_it_runs(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let waits = InFlight::Wait(Duration::from_millis(100));
+        let app = router.clone().route_layer(layer(&store).in_flight(waits));
+        let held = spawn(&app, delivery("evt_1", 1));
+        let run = puppet.next().await;
+        assert_come_back(&send(&app, delivery("evt_1", 2)).await, "in_flight", "1");
+        let patient = router.route_layer(layer(&store).in_flight(InFlight::Wait(Duration::from_secs(20))));
+        let waiter = spawn(&patient, delivery("evt_1", 3));
+        run.answers(500, "not now");
+        held.await.unwrap();
+        puppet.next().await.answers(200, "done");
+        assert_eq!(waiter.await.unwrap().status, 200);
+    }
+
+    async fn a_2xx_that_says_it_is_not_done_is_passed_on_and_the_event_runs_again(world: World) {
+        let store = world.open().await;
+        for (event, retain) in [("evt_1", Retain::Release), ("evt_2", Retain::Abandon)] {
+            let handler = Handler::answering(move |_| {
+                let mut response = Response::new(Body::from("taken"));
+                response.extensions_mut().insert(retain);
+                response
+            });
+            let app = handler.behind(layer(&store));
+            for nth in 1..=2 {
+                let answer = send(&app, delivery(event, nth)).await;
+                assert_eq!((answer.status.as_u16(), answer.replay, handler.effects()), (200, false, nth));
+            }
+        }
+    }
+
+    async fn a_failure_that_cannot_be_kept_runs_again_and_a_success_does_not(world: World) {
+        let store = world.open().await;
+        let handler = Handler::answering(|seen| {
+            let mut response = Response::new(Body::from("x".repeat(2_000_000)));
+            match seen.run {
+                1 => *response.status_mut() = axum::http::StatusCode::BAD_GATEWAY,
+                2 => {
+                    *response.status_mut() = axum::http::StatusCode::INTERNAL_SERVER_ERROR;
+                    response.extensions_mut().insert(Streamed);
+                }
+                3 => {
+                    *response.status_mut() = axum::http::StatusCode::GONE;
+                    let kind = HeaderValue::from_static("text/event-stream");
+                    response.headers_mut().insert("content-type", kind);
+                }
+                _ => {}
+            }
+            response
+        });
+        let app = handler.behind(layer(&store));
+        let mut statuses = Vec::new();
+        for nth in 0..6 {
+            statuses.push(send(&app, delivery("evt_1", nth)).await.status.as_u16());
+        }
+        assert_eq!((&statuses[..], handler.effects()), (&[502, 500, 410, 200, 200, 200][..], 4));
+    }
+
+    async fn a_recording_that_fails_does_not_run_it_again(world: World) {
+        let store = world.open().await;
+        let handler = Handler::new();
+        let app = handler.behind(layer(&store).store_timeout(Duration::from_millis(200)));
+        store.fail(Operation::Complete, Fault::Before, Times::Always);
+        assert_eq!(send(&app, delivery("evt_1", 1)).await.status, 201);
+        assert_come_back(&send(&app, delivery("evt_1", 2)).await, "in_flight", "1");
+        store.clear();
+        comes_to(&store, "evt_1", Some(State::Completed)).await;
+        assert!(send(&app, delivery("evt_1", 3)).await.replay);
+        assert_eq!(handler.effects(), 1);
+    }
+
+    async fn what_is_unknown_is_told_as_what_may_be_sent_again_in_every_shape(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let senders = || layer(&store).recovery(Recovery::Refuse);
+        let problem = router.clone().route_layer(senders()).layer(CatchPanicLayer::new());
+        let envelope = router.route_layer(senders().rejections(ErrorEnvelope::new()));
+        let held = spawn(&problem, delivery("evt_1", 1));
+        puppet.next().await.panics("as the test wants");
+        held.await.unwrap();
+        let says = |detail: &serde_json::Value| {
+            let detail = detail.as_str().unwrap();
+            assert!(detail.contains("again after the time given"), "{detail}");
+        };
+        let answer = send(&problem, delivery("evt_1", 2)).await;
+        assert_come_back(&answer, "outcome_unknown", "60");
+        says(&answer.json()["detail"]);
+        let answer = send(&envelope, delivery("evt_1", 3)).await;
+        assert_eq!((answer.status.as_u16(), answer.header("retry-after")), (503, Some("60")));
+        let error = &answer.json()["error"];
+        assert_eq!((&error["retryable"], &error["retry_after_seconds"]), (&true.into(), &60.into()));
+        says(&error["message"]);
+    }
+
     async fn options_that_are_set_afterwards_win_and_the_headers_name_stays(world: World) {
         let store = world.open().await;
         let (router, mut puppet) = Puppet::new();
@@ -360,6 +515,30 @@ every_store! {
     }
 }
 
+/// What a renderer of one's own can be tested with.
+#[test]
+fn a_context_says_what_senders_are_told() {
+    let unknown = Rejection::OutcomeUnknown {
+        original_request_id: None,
+    };
+    let context = |status: u16| RejectionContext::new(status.try_into().unwrap(), "POST", "/");
+    let (clients, senders) = (context(409), context(503).retry_after(60));
+    assert_eq!(clients.retry_after_seconds(&unknown), None);
+    assert!(!unknown.detail(&clients).contains("again"));
+    assert_eq!(senders.retry_after_seconds(&unknown), Some(60));
+    assert!(
+        unknown
+            .detail(&senders)
+            .contains("again after the time given")
+    );
+    let rendered = ProblemJson.render(&unknown, &senders);
+    assert_eq!(rendered.headers()["retry-after"], "60");
+    let set = || context(503).retry_after(0);
+    let panic = std::panic::catch_unwind(set).unwrap_err();
+    let message = panic.downcast_ref::<&str>().unwrap();
+    assert_eq!(*message, "retry_after must be longer than zero");
+}
+
 /// A router is what most receivers are; but any service may be wrapped.
 #[tokio::test]
 async fn by_default_the_header_is_that_of_standard_webhooks_and_only_posts_are_events() {
@@ -375,4 +554,12 @@ async fn by_default_the_header_is_that_of_standard_webhooks_and_only_posts_are_e
     assert_eq!((handler.effects(), records(&store).await), (3, 0));
     send(&app, delivery("evt_1", 1)).await;
     assert!(record(&store, "evt_1").await.is_some());
+
+    // Where events come with PUT, that is said.
+    let app = handler.behind(layer(&store).required_methods(["PUT".parse().unwrap()]));
+    for replay in [false, true] {
+        let mut request = delivery("evt_2", 1);
+        *request.method_mut() = "PUT".parse().unwrap();
+        assert_eq!(send(&app, request).await.replay, replay);
+    }
 }

@@ -153,6 +153,24 @@ every_store! {
         assert_eq!(records(&store).await, 2);
     }
 
+    async fn a_clone_by_member_shares_places_and_drain(world: World) {
+        let store = world.open().await;
+        let (router, mut puppet) = Puppet::new();
+        let by_header = IdempotencyLayer::new(store.clone()).single_tenant().fingerprint(KeyOnly).max_running(1);
+        let by_header = by_header.store_timeout(Duration::from_millis(300));
+        let app = router.clone().route_layer(by_header.clone());
+        let by_member = router.route_layer(by_header.clone().key_pointer("/id"));
+        let held = spawn(&app, request("POST", "/webhooks", Some("evt_1"), "{}"));
+        let run = puppet.next().await;
+        let overloaded = (503, "idempotency_overloaded".to_owned());
+        assert_eq!(send(&by_member, delivery("{\"id\":\"evt_2\"}")).await.said(), overloaded);
+        run.answers(200, "done");
+        held.await.unwrap();
+        by_header.drain(Duration::from_millis(100)).await;
+        assert_eq!(send(&by_member, delivery("{\"id\":\"evt_2\"}")).await.said(), overloaded);
+        assert_eq!(puppet.begun(), 1);
+    }
+
     async fn the_readied_instance_is_called_or_given_back(world: World) {
         let store = world.open().await;
         let handler = Handler::new();

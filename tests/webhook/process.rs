@@ -1,7 +1,7 @@
 //! The receiver of `examples/webhook_receiver.rs` as a process of its own, along its tour.
 
 use std::{
-    process::Command,
+    process::{Command, Stdio},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -11,7 +11,10 @@ use serde_json::Value;
 use sha2::Sha256;
 use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
-use tokio::time::sleep;
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    time::{sleep, timeout},
+};
 
 use crate::support::{
     process::{PATIENCE, Process, assert_replays, example},
@@ -157,10 +160,19 @@ async fn every_event_of_the_tour_takes_effect_once() {
     }
     assert_eq!(deliver(&process, event("evt_4")).await.status, 200);
 
+    // The same id of another sender is another event.
+    for id in ["evt_1", "evt_5"] {
+        let by_body = Event {
+            path: "/webhooks/by-body",
+            id: "",
+            ..event(id)
+        };
+        assert!(!deliver(&process, by_body).await.is_replay());
+    }
     let by_body = Event {
         path: "/webhooks/by-body",
         id: "",
-        ..event("evt_5")
+        ..event("evt_6")
     };
     let first = deliver(&process, by_body).await;
     assert_eq!(first.status, 200);
@@ -176,11 +188,61 @@ async fn every_event_of_the_tour_takes_effect_once() {
 
     assert_eq!(
         booked(&process).await,
-        ["evt_1", "evt_2", "evt_3", "evt_4", "evt_5"]
+        [
+            "evt_1", "evt_2", "evt_3", "evt_4", "evt_1", "evt_5", "evt_6"
+        ]
     );
     process.terminate();
     let mut process = process;
     assert!(process.ended().await.success());
+}
+
+/// How it ends that is started with this secret, and what it says.
+async fn started_with(secret: Option<&str>) -> (Option<i32>, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = tokio::process::Command::new(example("webhook_receiver"));
+    command
+        .env("LISTEN", "127.0.0.1:0")
+        .env("DATABASE", folder.path().join("webhooks.db"))
+        .env_remove("WEBHOOK_SECRET")
+        .env_remove("RUST_LOG")
+        .envs(secret.map(|secret| ("WEBHOOK_SECRET", secret)))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let mut process = command.spawn().unwrap();
+    // What it prints on one side ends when it does, or once it listens and is told to end.
+    let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+    let listening = timeout(PATIENCE, lines.next_line()).await.unwrap().unwrap();
+    if listening.is_some() {
+        let pid = process.id().unwrap().to_string();
+        let told = Command::new("kill").args(["-TERM", &pid]).status();
+        assert!(told.unwrap().success());
+    }
+    let output = timeout(PATIENCE, process.wait_with_output());
+    let output = output.await.unwrap().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    (output.status.code(), said)
+}
+
+/// With an empty secret, or with one that everybody knows, anybody can sign.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_secret_that_is_none_is_refused_and_the_one_of_the_tour_is_warned_of() {
+    for wrong in ["whsec_", "", "whsec_#", "c2VjcmV0"] {
+        let (code, said) = started_with(Some(wrong)).await;
+        assert_eq!(code, Some(2), "{wrong}");
+        assert!(said.contains("WEBHOOK_SECRET must be"), "{said}");
+    }
+    let (code, said) = started_with(Some("whsec_c2VjcmV0LW9mLW91cnM=")).await;
+    assert_eq!((code, said.as_str()), (Some(0), ""));
+    for known in [None, Some("whsec_bm8tc2VjcmV0LWF0LWFsbA==")] {
+        let (code, said) = started_with(known).await;
+        assert_eq!(code, Some(0));
+        assert!(
+            said.contains("WARN") && said.contains("anybody can sign"),
+            "{said}"
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,12 +1,13 @@
 //! What an outbox asks of a database: the statements, bound, sent and read back.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
 use bytes::Bytes;
 use sqlx::{Executor, Pool, Row as _, SqlStr};
+use tokio::time::sleep;
 
 use super::texts::Dialect;
-use crate::{TxDatabase, bounded::Boxed};
+use crate::{TxDatabase, bounded::Boxed, maintenance::jittered};
 
 /// The databases an outbox can be kept in: `sqlx::Postgres` and `sqlx::Sqlite`. Sealed.
 pub trait OutboxDatabase: TxDatabase + sealed::Statements {}
@@ -24,25 +25,50 @@ pub enum Value {
 #[derive(Clone)]
 #[expect(missing_debug_implementations, reason = "it holds keys and bodies")]
 pub struct Row {
-    pub(super) reference: String,
+    pub(super) reference: Text,
     pub(super) key: Vec<u8>,
-    pub(super) method: String,
-    pub(super) uri: String,
-    pub(super) request: Bytes,
+    pub(super) method: Text,
+    pub(super) uri: Text,
     pub(super) state: i64,
     pub(super) begun: i64,
     pub(super) attempts: i64,
     pub(super) attempted: Option<i64>,
+    pub(super) not_before: Option<i64>,
     pub(super) settled: Option<i64>,
     pub(super) status: Option<i64>,
-    pub(super) result: Option<Bytes>,
     pub(super) token: Vec<u8>,
+    pub(super) request: Bytes,
+    pub(super) result: Option<Bytes>,
     /// When it was read.
     pub(super) now: i64,
 }
 
+/// Text as it is stored. A damaged one must not keep the other rows of a statement from being read.
+#[derive(Clone)]
+#[expect(missing_debug_implementations, reason = "it holds references and URIs")]
+pub struct Text {
+    /// With replacement characters for what is not text.
+    pub(super) shown: String,
+    pub(super) is_sound: bool,
+}
+
+impl Text {
+    fn of(stored: Vec<u8>) -> Self {
+        match String::from_utf8(stored) {
+            Ok(shown) => Self {
+                shown,
+                is_sound: true,
+            },
+            Err(error) => Self {
+                shown: String::from_utf8_lossy(error.as_bytes()).into_owned(),
+                is_sound: false,
+            },
+        }
+    }
+}
+
 pub(super) mod sealed {
-    use super::{Boxed, Dialect, Executor, Future, Pool, Row, SqlStr, Value};
+    use super::{Boxed, Dialect, Executor, Future, Pool, Row, SqlStr, Text, Value};
 
     /// All rows are always read: in SQLite a statement that is left before its end has not committed.
     pub trait Statements: sqlx::Database {
@@ -70,12 +96,12 @@ pub(super) mod sealed {
             values: Vec<Value>,
         ) -> impl Future<Output = Result<Vec<Row>, sqlx::Error>> + Send;
 
-        /// References and times.
-        fn turns(
+        /// References.
+        fn references(
             pool: &Pool<Self>,
             text: &SqlStr,
             values: Vec<Value>,
-        ) -> impl Future<Output = Result<Vec<(String, i64)>, sqlx::Error>> + Send;
+        ) -> impl Future<Output = Result<Vec<Text>, sqlx::Error>> + Send;
 
         /// The numbers of the first row, if there is one.
         fn numbers(
@@ -117,20 +143,21 @@ macro_rules! statements {
                 let rows = executor.fetch_all(bound!($database, text, values));
                 let read = |row: &<Self as sqlx::Database>::Row| {
                     Ok(Row {
-                        reference: row.try_get(0)?,
+                        reference: text!(row, 0),
                         key: row.try_get(1)?,
-                        method: row.try_get(2)?,
-                        uri: row.try_get(3)?,
-                        request: row.try_get::<Vec<u8>, _>(4)?.into(),
-                        state: row.try_get(5)?,
-                        begun: row.try_get(6)?,
-                        attempts: row.try_get(7)?,
-                        attempted: row.try_get(8)?,
+                        method: text!(row, 2),
+                        uri: text!(row, 3),
+                        state: row.try_get(4)?,
+                        begun: row.try_get(5)?,
+                        attempts: row.try_get(6)?,
+                        attempted: row.try_get(7)?,
+                        not_before: row.try_get(8)?,
                         settled: row.try_get(9)?,
                         status: row.try_get(10)?,
-                        result: row.try_get::<Option<Vec<u8>>, _>(11)?.map(Bytes::from),
-                        token: row.try_get(12)?,
-                        now: row.try_get(13)?,
+                        token: row.try_get(11)?,
+                        request: row.try_get::<Vec<u8>, _>(12)?.into(),
+                        result: row.try_get::<Option<Vec<u8>>, _>(13)?.map(Bytes::from),
+                        now: row.try_get(14)?,
                     })
                 };
                 Box::pin(async move { rows.await?.iter().map(read).collect() })
@@ -141,18 +168,18 @@ macro_rules! statements {
                 text: &SqlStr,
                 values: Vec<Value>,
             ) -> Result<Vec<Row>, sqlx::Error> {
-                <Self as sealed::Statements>::rows(pool, text, values).await
+                through_conflicts(|| <Self as sealed::Statements>::rows(pool, text, values.clone()))
+                    .await
             }
 
-            async fn turns(
+            async fn references(
                 pool: &Pool<Self>,
                 text: &SqlStr,
                 values: Vec<Value>,
-            ) -> Result<Vec<(String, i64)>, sqlx::Error> {
-                let rows = bound!($database, text, values).fetch_all(pool).await?;
-                rows.iter()
-                    .map(|row| Ok((row.try_get(0)?, row.try_get(1)?)))
-                    .collect()
+            ) -> Result<Vec<Text>, sqlx::Error> {
+                let rows =
+                    through_conflicts(|| bound!($database, text, values.clone()).fetch_all(pool));
+                rows.await?.iter().map(|row| Ok(text!(row, 0))).collect()
             }
 
             async fn numbers(
@@ -160,11 +187,12 @@ macro_rules! statements {
                 text: &SqlStr,
                 values: Vec<Value>,
             ) -> Result<Option<Vec<i64>>, sqlx::Error> {
-                let rows = bound!($database, text, values).fetch_all(pool).await?;
+                let rows =
+                    through_conflicts(|| bound!($database, text, values.clone()).fetch_all(pool));
                 let numbers = |row: &<Self as sqlx::Database>::Row| {
                     (0..row.len()).map(|at| row.try_get(at)).collect()
                 };
-                rows.first().map(numbers).transpose()
+                rows.await?.first().map(numbers).transpose()
             }
 
             async fn changed(
@@ -172,10 +200,43 @@ macro_rules! statements {
                 text: &SqlStr,
                 values: Vec<Value>,
             ) -> Result<u64, sqlx::Error> {
-                let done = bound!($database, text, values).execute(pool).await?;
-                Ok(done.rows_affected())
+                let done =
+                    through_conflicts(|| bound!($database, text, values.clone()).execute(pool));
+                Ok(done.await?.rows_affected())
             }
         }
+    };
+}
+
+/// How often a statement is sent that others are in the way of.
+const CONFLICTS: u32 = 10;
+
+/// Sends a statement that is a transaction of its own again when it could not be put in order with those of others
+/// (40001, under a stricter isolation) or was chosen to end a deadlock (40P01): nothing of it took place.
+async fn through_conflicts<T, F>(statement: impl Fn() -> F) -> Result<T, sqlx::Error>
+where
+    F: Future<Output = Result<T, sqlx::Error>>,
+{
+    let mut times = 0;
+    loop {
+        let error = match statement().await {
+            Ok(done) => return Ok(done),
+            Err(error) => error,
+        };
+        let code = error.as_database_error().and_then(|error| error.code());
+        let is_conflict = matches!(code.as_deref(), Some("40001" | "40P01"));
+        times += 1;
+        if !is_conflict || times == CONFLICTS {
+            return Err(error);
+        }
+        sleep(jittered(Duration::from_millis(5) * times)).await;
+    }
+}
+
+/// Whatever bytes it has.
+macro_rules! text {
+    ($row:expr, $at:expr) => {
+        Text::of($row.try_get_unchecked::<Vec<u8>, _>($at)?)
     };
 }
 
@@ -199,6 +260,7 @@ statements!(
         // Milliseconds are all SQLite's clock has.
         now: "(CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)",
         purge: "DELETE FROM {table} WHERE reference IN ({due})",
+        take_turns: "UPDATE {table} SET turn = {now} WHERE reference IN ({waiting}) RETURNING reference",
         schema: include_str!("sqlite.sql"),
     },
     create_in_sqlite
@@ -212,6 +274,7 @@ statements!(
         // An array, since a subselect might be carried out once per row. What others have locked is left to the
         // next purge.
         purge: "DELETE FROM {table} WHERE reference = ANY (ARRAY({due} FOR UPDATE SKIP LOCKED)) AND state <> 1",
+        take_turns: "UPDATE {table} SET turn = {now} WHERE reference = ANY (ARRAY({waiting} FOR UPDATE SKIP LOCKED)) AND state = 1 RETURNING reference",
         schema: include_str!("postgres.sql"),
     },
     create_in_postgres
@@ -236,11 +299,14 @@ async fn create_in_postgres(
     table: &str,
     schema: SqlStr,
 ) -> Result<(), sqlx::Error> {
-    // Whoever may not create tables need not, if they are there.
-    let there: bool = sqlx::query_scalar("SELECT to_regclass(quote_ident($1)) IS NOT NULL")
-        .bind(table)
-        .fetch_one(pool)
-        .await?;
+    // Whoever may not create tables need not, if they are there: in the schema in which they would be created, and
+    // not in one that comes later in the search path and may be somebody else's.
+    let there: bool = sqlx::query_scalar(
+        "SELECT to_regclass(quote_ident(current_schema()) || '.' || quote_ident($1)) IS NOT NULL",
+    )
+    .bind(table)
+    .fetch_one(pool)
+    .await?;
     if there {
         return Ok(());
     }

@@ -9,6 +9,7 @@ use super::{
     Operation, OutboxError,
     database::Row,
     form::{Form, Place},
+    operation::is_sendable,
 };
 use crate::{IdempotencyKey, Timestamp};
 
@@ -27,11 +28,13 @@ pub struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum EntryState {
-    /// No final answer is known: it is to be sent, or sent again.
+    /// Nobody can say yet whether it has had its effect: it is to be sent, or sent again.
     Pending,
-    /// It has had its effect.
+    /// It has had its effect: the server has said so, by a 2xx, a 303 or the replay of any 3xx.
     Done,
-    /// The server has refused it, for good as far as it says.
+    /// It has had no effect: the server has refused it with a 4xx, and that either was the replay of its record or
+    /// came to the only attempt that was ever made. 408, 409, 425, 429 and 499 do not say that much. A refusal after
+    /// an attempt whose answer was lost says nothing of that attempt.
     Failed,
 }
 
@@ -48,14 +51,6 @@ impl EntryState {
         let all = [Self::Pending, Self::Done, Self::Failed];
         all.into_iter().find(|state| state.code() == code)
     }
-
-    /// What an answer of this status means.
-    pub(in crate::client) fn after(status: StatusCode) -> Self {
-        match status.is_success() || status.is_redirection() {
-            true => Self::Done,
-            false => Self::Failed,
-        }
-    }
 }
 
 impl Entry {
@@ -69,9 +64,10 @@ impl Entry {
         })
     }
 
-    /// The caller's own name for it.
+    /// The caller's own name for it. In a row that was damaged it may be no text any more; then this is what can be
+    /// shown of it, and no reference that can be asked for.
     pub fn reference(&self) -> &str {
-        &self.row.reference
+        &self.row.reference.shown
     }
 
     /// The key that every attempt has.
@@ -84,11 +80,22 @@ impl Entry {
         self.state
     }
 
-    /// Whether it may not be sent any more, by the database's clock when it was read: the server may have
-    /// forgotten the key by the time it arrives.
+    /// Whether it is pending and may not be sent any more, by the database's clock when it was read: the server may
+    /// have forgotten the key by the time it arrives.
     pub fn is_overdue(&self) -> bool {
-        let end = self.begun().after(self.window);
-        end <= Timestamp::from_micros(self.row.now)
+        self.state == EntryState::Pending && self.is_too_old()
+    }
+
+    /// The same for one that might become pending again.
+    pub(super) fn is_too_old(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// For how long it might be sent when it was read. A clock that was ahead at the beginning adds nothing.
+    pub(in crate::client) fn left(&self) -> Duration {
+        let age = self.row.now.saturating_sub(self.row.begun).max(0);
+        let age = Duration::from_micros(u64::try_from(age).unwrap_or_default());
+        self.window.saturating_sub(age)
     }
 
     /// When it was begun.
@@ -104,6 +111,12 @@ impl Entry {
     /// When the last attempt was made.
     pub fn last_attempt(&self) -> Option<Timestamp> {
         self.row.attempted.map(Timestamp::from_micros)
+    }
+
+    /// Until when [`resume`](crate::client::Relay::resume) leaves it, because the server wants it no sooner. `None` where
+    /// it says nothing. An explicit [`send`](crate::client::Relay::send) does not wait for it.
+    pub fn not_before(&self) -> Option<Timestamp> {
+        self.row.not_before.map(Timestamp::from_micros)
     }
 
     /// Since when it is done or failed.
@@ -125,17 +138,21 @@ impl Entry {
     /// [`Keys`](super::OutboxErrorKind::Keys) when it is sealed and does not open;
     /// [`Damaged`](super::OutboxErrorKind::Damaged) when it is not what was written.
     pub fn operation(&self) -> Result<Operation, OutboxError> {
+        let texts = [&self.row.reference, &self.row.method, &self.row.uri];
+        if texts.into_iter().any(|text| !text.is_sound) {
+            return Err(OutboxError::damaged());
+        }
         let request = self
             .form
             .read_request(Place::of(&self.row), &self.row.request)?;
-        let method = Method::from_bytes(self.row.method.as_bytes());
-        let uri = self.row.uri.parse::<Uri>();
+        let method = Method::from_bytes(self.row.method.shown.as_bytes());
+        let uri = self.row.uri.shown.parse::<Uri>();
         Ok(Operation {
             method: method.map_err(|_| OutboxError::damaged())?,
             uri: uri.map_err(|_| OutboxError::damaged())?,
             headers: request.headers,
             body: request.body,
-            key: Some(self.key()),
+            key: Some(self.sendable_key()?),
         })
     }
 
@@ -154,6 +171,15 @@ impl Entry {
         *response.status_mut() = kept.status;
         *response.headers_mut() = kept.headers;
         Ok(Some(response))
+    }
+
+    /// The key, if a header can carry it, as every key could that was begun.
+    fn sendable_key(&self) -> Result<IdempotencyKey, OutboxError> {
+        let key = self.key();
+        match is_sendable(&key) {
+            true => Ok(key),
+            false => Err(OutboxError::damaged()),
+        }
     }
 
     pub(super) fn token(&self) -> &[u8] {

@@ -66,10 +66,25 @@ impl OutboxError {
         )
     }
 
-    pub(super) fn damaged() -> Self {
+    pub(in crate::client) fn damaged() -> Self {
         Self::new(
             OutboxErrorKind::Damaged,
             "what the outbox holds of the operation is damaged",
+        )
+    }
+
+    /// The statement may take place all the same, later.
+    pub(in crate::client) fn slow() -> Self {
+        Self::new(
+            OutboxErrorKind::Database,
+            "the outbox's database has not answered in the time a statement has",
+        )
+    }
+
+    pub(in crate::client) fn reopened() -> Self {
+        Self::new(
+            OutboxErrorKind::State,
+            "the operation was reopened after this was sent, and what came of it before changes nothing",
         )
     }
 

@@ -19,7 +19,7 @@ use crate::{
 };
 use crate::{
     RetainedResponse,
-    retained::{SkippedHeaders, encode},
+    retained::{MAX_FIELDS, SkippedHeaders, encode},
     store::sealed_form,
 };
 
@@ -49,10 +49,10 @@ pub(super) struct Place<'a> {
 impl<'a> Place<'a> {
     pub(super) fn of(row: &'a Row) -> Self {
         Self {
-            reference: &row.reference,
+            reference: &row.reference.shown,
             key: &row.key,
-            method: &row.method,
-            uri: &row.uri,
+            method: &row.method.shown,
+            uri: &row.uri.shown,
         }
     }
 }
@@ -86,13 +86,14 @@ impl Form {
         self.read(place, Part::Request, stored)
     }
 
-    /// Everything but what was about the connection it came on. `None` for what is too large to be kept.
+    /// Everything but what was about the connection it came on. `None` for what is too large to be kept: its body,
+    /// or the number of its header lines.
     pub(super) fn write_result(
         &self,
         place: Place<'_>,
         answer: &Response<Bytes>,
     ) -> Option<Vec<u8>> {
-        if answer.body().len() > MAX_RESULT_LEN {
+        if answer.body().len() > MAX_RESULT_LEN || answer.headers().len() > MAX_FIELDS {
             return None;
         }
         let (headers, skipped) = (answer.headers(), SkippedHeaders::only([]));
@@ -170,6 +171,15 @@ impl Form {
     fn open(&self, _: Place<'_>, _: Part, stored: &Bytes) -> Result<Bytes, OutboxError> {
         plain(stored)
     }
+}
+
+/// How everything begins that is sealed with the key of this id. `None` where no key can have it.
+#[cfg(feature = "sealing")]
+pub(super) fn sealed_prefix(key_id: &str) -> Option<Vec<u8>> {
+    let len = u8::try_from(key_id.len()).ok()?;
+    let mut prefix = vec![sealed_form::SEALED, len];
+    prefix.extend_from_slice(key_id.as_bytes());
+    Some(prefix)
 }
 
 /// What is sealed is not read without keys.

@@ -7,7 +7,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header};
 
 use super::OutboxError;
 use crate::{
-    IdempotencyKey,
+    IdempotencyKey, KeyFormat,
     client::key_source::{KeySource, fresh},
 };
 
@@ -74,8 +74,8 @@ impl Operation {
         Self::new(Method::POST, uri)
     }
 
-    /// This request, with those of its headers that are named. A key is not taken from it: give it with
-    /// [`key`](Self::key).
+    /// This request, with those of its headers that are named. Its key is taken if `Idempotency-Key` is among them;
+    /// otherwise give it with [`key`](Self::key).
     pub fn from_request(
         request: Request<Bytes>,
         keep: impl IntoIterator<Item = HeaderName>,
@@ -91,7 +91,9 @@ impl Operation {
         operation
     }
 
-    /// One more header line. Values may be any bytes that HTTP allows, and names may be repeated.
+    /// One more header line. Values may be any bytes that HTTP allows, and names may be repeated. `Idempotency-Key`
+    /// is the [`key`](Self::key), read as a [`Retry`](crate::client::Retry) reads it: the operation cannot be begun
+    /// with one that cannot be read, or that is another than the one that `key` was given.
     ///
     /// # Panics
     ///
@@ -107,7 +109,8 @@ impl Operation {
         self
     }
 
-    /// The key. Default: a random UUID, made when the operation is begun. See
+    /// The key. Default: that of the header `Idempotency-Key`; without one a random UUID, made when the operation is
+    /// begun. See
     /// [`derived_key`](crate::client::derived_key) for one that is made of the action itself.
     pub fn key(mut self, key: IdempotencyKey) -> Self {
         self.key = Some(key);
@@ -121,6 +124,25 @@ impl Operation {
         *request.uri_mut() = self.uri;
         *request.headers_mut() = self.headers;
         request
+    }
+
+    /// Takes the key out of the header that has it, if one has.
+    pub(super) fn with_key_of_header(mut self) -> Result<Self, OutboxError> {
+        let name = KeySource::default().header_name;
+        let Some(given) = KeyFormat::any().read(&self.headers, &name) else {
+            return Ok(self);
+        };
+        let given = given.map_err(|why| {
+            let invalid = "the idempotency key in an operation's header cannot be used";
+            OutboxError::invalid(invalid).with_source(why)
+        })?;
+        if self.key.as_ref().is_some_and(|key| *key != given) {
+            return Err(OutboxError::invalid(
+                "an operation has one key, and that in its header is another than that of `key`",
+            ));
+        }
+        self.headers.remove(name);
+        Ok(self.key(given))
     }
 
     /// The key that goes with it for ever.
@@ -176,7 +198,7 @@ const FRAMING: [HeaderName; 6] = [
 ];
 
 /// Whether any header can carry it: a string can whatever a bare value can.
-fn is_sendable(key: &IdempotencyKey) -> bool {
+pub(super) fn is_sendable(key: &IdempotencyKey) -> bool {
     let quoted = KeySource {
         is_quoted: true,
         ..KeySource::default()

@@ -90,11 +90,17 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     }
 
     /// Seals headers and body of each operation, and the recorded answer, with these keys. Default: they are stored
-    /// as they are. Reference, key, method, URI, status and times stay readable; sealed with a row, they cannot be
-    /// changed there without notice, status and times aside.
+    /// as they are. Reference, key, method, URI, state, status, counts and times stay readable.
     ///
-    /// Keys are rotated as those of a `SealedStore`: see [`sealing`](crate::sealing). A row that does not open is
-    /// never sent, and stays as it is until the key is there.
+    /// A sealed value belongs to its reference, key, method and URI: where one of these was changed in the database,
+    /// or the value moved to another row, it does not open, and is not sent. What is *not* noticed: a changed state,
+    /// count, time, token or status; an answer that was taken out, or put back from an older copy of the same row; a
+    /// row that was deleted, so that its reference can be begun anew with another key. Whoever can write to the
+    /// table can do all that: permissions are against that, not sealing.
+    ///
+    /// Keys are rotated as those of a `SealedStore`: see [`sealing`](crate::sealing). One may be taken out when
+    /// [`sealed_with`](Self::sealed_with) counts no row that needs it. A row that does not open is never sent, and
+    /// stays as it is until the key is there.
     ///
     /// # Panics
     ///

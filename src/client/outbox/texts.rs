@@ -9,6 +9,8 @@ pub struct Dialect {
     pub(super) now: &'static str,
     /// Deletes what `{due}` selects, at most `$2` rows.
     pub(super) purge: &'static str,
+    /// Gives what `{waiting}` selects its turn.
+    pub(super) take_turns: &'static str,
     pub(super) schema: &'static str,
 }
 
@@ -16,31 +18,42 @@ pub struct Dialect {
 pub(super) struct Texts {
     pub(super) begin: SqlStr,
     pub(super) find: SqlStr,
+    pub(super) list: SqlStr,
     pub(super) pending: SqlStr,
     pub(super) overdue: SqlStr,
-    pub(super) turns: SqlStr,
+    pub(super) now: SqlStr,
+    pub(super) take_turns: SqlStr,
     pub(super) count_attempt: SqlStr,
+    pub(super) defer: SqlStr,
     pub(super) settle: SqlStr,
     pub(super) reopen: SqlStr,
     pub(super) purge: SqlStr,
     pub(super) counts: SqlStr,
+    #[cfg_attr(
+        not(feature = "sealing"),
+        expect(dead_code, reason = "without sealing there are no keys to count by")
+    )]
+    pub(super) sealed_with: SqlStr,
     pub(super) check: SqlStr,
     pub(super) schema: SqlStr,
 }
 
-/// In the order in which a row is read.
-const COLUMNS: &str = "reference, key, method, uri, request, state, begun, attempts, attempted, settled, status, \
-                       result, token, {now}";
+/// In the order in which a row is read, the large ones last.
+const COLUMNS: &str = "reference, key, method, uri, state, begun, attempts, attempted, not_before, settled, status, \
+                       token, request, result, {now}";
 
 /// The conflicting row is written as it is, only so that it is returned: also where it was committed after this
 /// statement began, which no SELECT would see. The token tells the new row from one that was there.
 const BEGIN: &str =
-    "INSERT INTO {table} (reference, key, method, uri, request, state, begun, attempts, token)
-VALUES ($1, $2, $3, $4, $5, 1, {now}, 0, $6)
+    "INSERT INTO {table} (reference, key, method, uri, request, state, begun, turn, attempts, token)
+VALUES ($1, $2, $3, $4, $5, 1, {now}, {now}, 0, $6)
 ON CONFLICT (reference) DO UPDATE SET reference = excluded.reference
 RETURNING {columns}";
 
 const FIND: &str = "SELECT {columns} FROM {table} WHERE reference = $1";
+
+const LIST: &str = "SELECT {columns} FROM {table} WHERE state = $1 AND reference > $2
+ORDER BY reference LIMIT $3";
 
 const PENDING: &str = "SELECT {columns} FROM {table} WHERE state = 1 AND begun > {now} - $1
 ORDER BY begun, reference LIMIT $2";
@@ -48,52 +61,73 @@ ORDER BY begun, reference LIMIT $2";
 const OVERDUE: &str = "SELECT {columns} FROM {table} WHERE state = 1 AND begun <= {now} - $1
 ORDER BY begun, reference LIMIT $2";
 
-/// In the order in which they were last tried, so that what fails again and again holds up nobody else.
-const TURNS: &str = "SELECT reference, coalesce(attempted, begun) FROM {table}
-WHERE state = 1 AND begun > {now} - $1 AND (coalesce(attempted, begun), reference) > ($2, $3)
-ORDER BY coalesce(attempted, begun), reference LIMIT $4";
+const NOW: &str = "SELECT {now}";
 
-const COUNT_ATTEMPT: &str = "UPDATE {table} SET attempts = attempts + 1, attempted = {now}
-WHERE reference = $1 AND token = $2 AND state = 1 AND begun > {now} - $3
+/// Whoever has not had a turn since `$2`, the longest wait first, so that what fails again and again holds up nobody
+/// else. A turn in the future is that of a clock that was ahead.
+const WAITING: &str = "SELECT reference FROM {table}
+WHERE state = 1 AND begun > {now} - $1 AND (turn <= $2 OR turn > {now})
+AND (not_before IS NULL OR not_before <= {now})
+ORDER BY turn, reference LIMIT $3";
+
+/// A damaged count must not keep its row from being sent.
+const COUNT_ATTEMPT: &str = "UPDATE {table}
+SET attempts = CASE WHEN attempts < 9223372036854775807 THEN attempts + 1 ELSE attempts END,
+attempted = {now}, turn = {now}, not_before = NULL
+WHERE reference = $1 AND key = $2 AND state = 1 AND begun > {now} - $3
 RETURNING attempts";
 
+const DEFER: &str = "UPDATE {table} SET not_before = {now} + $3
+WHERE reference = $1 AND token = $2 AND state = 1";
+
 /// Forwards only: what is done stays done, and what failed may turn out to be done.
-const SETTLE: &str = "UPDATE {table} SET state = $3, settled = {now}, status = $4, result = $5
-WHERE reference = $1 AND token = $2 AND (state = 1 OR state = 3 AND $3 = 2)
+const SETTLE: &str = "UPDATE {table}
+SET state = $3, settled = {now}, status = $4, result = $5, not_before = NULL
+WHERE reference = $1 AND token = $2 AND (state = 1 OR state = 3 AND $3 = 2) AND attempts <= $6
 RETURNING {columns}";
 
-const REOPEN: &str = "UPDATE {table} SET state = 1, settled = NULL, status = NULL, result = NULL
+const REOPEN: &str = "UPDATE {table}
+SET state = 1, token = $3, settled = NULL, status = NULL, result = NULL, not_before = NULL
 WHERE reference = $1 AND state = 3 AND begun > {now} - $2
 RETURNING {columns}";
 
 const DUE: &str = "SELECT reference FROM {table}
-WHERE state <> 1 AND settled <= {now} - $1 AND begun <= {now} - $1 ORDER BY settled LIMIT $2";
+WHERE state IN (2, 3) AND settled <= {now} - $1 AND begun <= {now} - $1 ORDER BY settled LIMIT $2";
 
 const COUNTS: &str = "SELECT count(*) FILTER (WHERE state = 1 AND begun > {now} - $1),
 count(*) FILTER (WHERE state = 1 AND begun <= {now} - $1),
 count(*) FILTER (WHERE state = 2), count(*) FILTER (WHERE state = 3) FROM {table}";
 
-const CHECK: &str = "SELECT {columns} FROM {table} LIMIT 0";
+/// A sealed value begins with the id of its key.
+const SEALED_WITH: &str = "SELECT count(*) FROM {table}
+WHERE substr(request, 1, CAST($2 AS integer)) = $1 OR substr(result, 1, CAST($2 AS integer)) = $1";
+
+const CHECK: &str = "SELECT {columns}, turn FROM {table} LIMIT 0";
 
 impl Texts {
     pub(super) fn new(dialect: Dialect, table: &str) -> Self {
         let quoted = format!("\"{table}\"");
         let fill = |text: &str| {
-            let text = text.replace("{due}", DUE).replace("{columns}", COLUMNS);
+            let text = text.replace("{due}", DUE).replace("{waiting}", WAITING);
+            let text = text.replace("{columns}", COLUMNS);
             let text = text.replace("{now}", dialect.now);
             AssertSqlSafe(text.replace("{table}", &quoted)).into_sql_str()
         };
         Self {
             begin: fill(BEGIN),
             find: fill(FIND),
+            list: fill(LIST),
             pending: fill(PENDING),
             overdue: fill(OVERDUE),
-            turns: fill(TURNS),
+            now: fill(NOW),
+            take_turns: fill(dialect.take_turns),
             count_attempt: fill(COUNT_ATTEMPT),
+            defer: fill(DEFER),
             settle: fill(SETTLE),
             reopen: fill(REOPEN),
             purge: fill(dialect.purge),
             counts: fill(COUNTS),
+            sealed_with: fill(SEALED_WITH),
             check: fill(CHECK),
             // The names of the indexes are made of the table's, within the quotes.
             schema: AssertSqlSafe(dialect.schema.replace("{table}", table)).into_sql_str(),

@@ -1,16 +1,19 @@
 //! What became of operations that were sent.
 
-use std::{error::Error, fmt};
+use std::{
+    error::Error,
+    fmt,
+    sync::{Mutex, PoisonError},
+};
 
 use axum::body::Body;
-use http::{Response, StatusCode};
+use http::{HeaderMap, Response, StatusCode, response::Parts};
 
 use crate::client::{Entry, EntryState, OutboxError, Unanswered};
 
 /// How an operation ended: the answer, and the row that says so.
 ///
-/// `Debug` shows the row as [`Entry`] does.
-#[derive(Debug)]
+/// `Debug` shows the row as [`Entry`] does, and of the answer its status.
 pub struct Delivered {
     entry: Entry,
     state: EntryState,
@@ -90,18 +93,91 @@ impl Delivered {
     }
 }
 
+impl fmt::Debug for Delivered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Delivered")
+            .field("state", &self.state)
+            .field("status", &self.status())
+            .field("entry", &self.entry)
+            .field("unrecorded", &self.unrecorded)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An answer that does not tell whether the operation has had its effect.
+///
+/// `Debug` shows the row as [`Entry`] does, and of the answer its status.
+pub struct Inconclusive {
+    entry: Entry,
+    head: Parts,
+    // Errors can be shared between threads, and bodies cannot.
+    body: Mutex<Body>,
+}
+
+impl Inconclusive {
+    pub(super) fn new(entry: Entry, response: Response<Body>) -> Box<Self> {
+        let (head, body) = response.into_parts();
+        Box::new(Self {
+            entry,
+            head,
+            body: Mutex::new(body),
+        })
+    }
+
+    /// The row as it was when the last attempt was made: pending.
+    pub fn entry(&self) -> &Entry {
+        &self.entry
+    }
+
+    /// The status of the answer.
+    pub fn status(&self) -> StatusCode {
+        self.head.status
+    }
+
+    /// The answer's headers.
+    pub fn headers(&self) -> &HeaderMap {
+        &self.head.headers
+    }
+
+    /// The whole answer, with an [`Answered`](crate::client::Answered) among its extensions.
+    pub fn into_response(self) -> Response<Body> {
+        let body = self.body.into_inner();
+        Response::from_parts(self.head, body.unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl fmt::Debug for Inconclusive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inconclusive")
+            .field("status", &self.status())
+            .field("entry", &self.entry)
+            .finish_non_exhaustive()
+    }
+}
+
 /// Why an operation has no end yet.
 ///
 /// Never a reason to begin the same intent under another reference, which would give it another key.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Undelivered {
-    /// There is no answer. After [`Reused`](Unanswered::Reused) the operation is recorded as failed; otherwise it
-    /// is still pending.
+    /// There is no answer. It is still pending, unless [`Reused`](Unanswered::Reused) came to the only attempt that
+    /// was ever made: then it is recorded as failed.
     Unanswered(Unanswered),
-    /// It is older than the server keeps its key: nothing was sent now. Look up what became of it, and
+    /// There is an answer, and it does not tell whether the operation has had its effect: a redirect, a status that
+    /// no record stands behind, or a refusal that says nothing of earlier attempts. It is still pending: send it again
+    /// once what it was refused for is mended, or look up the true state and
     /// [`settle`](crate::client::Outbox::settle) it.
-    Overdue(Box<Entry>),
+    Inconclusive(Box<Inconclusive>),
+    /// It is older than the server keeps its key, and is not sent any more. Look up what became of it, and
+    /// [`settle`](crate::client::Outbox::settle) it.
+    #[non_exhaustive]
+    Overdue {
+        /// The row.
+        entry: Box<Entry>,
+        /// How the last attempt ended, if attempts were made in this very call. `None`: nothing was sent now.
+        after: Option<Unanswered>,
+    },
     /// There is an operation of this reference that asks for something else: nothing was sent. This is what is
     /// there. Only [`deliver`](super::Relay::deliver) says so.
     Differs(Box<Entry>),
@@ -120,8 +196,16 @@ impl fmt::Display for Undelivered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unanswered(unanswered) => unanswered.fmt(f),
-            Self::Overdue(_) => f.write_str(
+            Self::Inconclusive(inconclusive) => write!(
+                f,
+                "the answer ({}) does not tell whether the operation has had its effect: look up the true state and settle it, or send it again",
+                inconclusive.status().as_u16()
+            ),
+            Self::Overdue { after: None, .. } => f.write_str(
                 "the operation is older than the server keeps its key, and is not sent: look up the true state, and settle it",
+            ),
+            Self::Overdue { after: Some(_), .. } => f.write_str(
+                "the operation was sent without an answer, is now older than the server keeps its key, and is not sent again: look up the true state, and settle it",
             ),
             Self::Differs(_) => f.write_str(
                 "the outbox has another operation of this reference: a new intent needs a new reference",
@@ -136,7 +220,8 @@ impl Error for Undelivered {
         match self {
             Self::Unanswered(unanswered) => unanswered.source(),
             Self::Outbox(error) => error.source(),
-            Self::Overdue(_) | Self::Differs(_) => None,
+            Self::Overdue { after, .. } => after.as_ref().and_then(Error::source),
+            Self::Inconclusive(_) | Self::Differs(_) => None,
         }
     }
 }
@@ -149,9 +234,9 @@ impl Error for Undelivered {
 pub struct Resumed {
     /// Done.
     pub done: Vec<Entry>,
-    /// Refused by the server.
+    /// Refused by the server, without any effect.
     pub failed: Vec<Entry>,
-    /// Tried, and still pending, or recorded by nobody.
+    /// Tried, and still pending, or recorded by nobody; and those whose rows cannot be read.
     pub pending: Vec<Unfinished>,
     /// Not sent, because the server may have forgotten their keys: look up what became of each, and
     /// [`settle`](crate::client::Outbox::settle) it.
@@ -163,7 +248,7 @@ pub struct Resumed {
 /// `Debug` does not show the reference.
 #[non_exhaustive]
 pub struct Unfinished {
-    /// The operation's reference.
+    /// The operation's reference. Of a damaged row, what can be shown of it.
     pub reference: String,
     /// Why it has no end yet.
     pub why: Undelivered,
