@@ -19,7 +19,7 @@ use crate::Rejection;
 /// | the key of another request that has not completed | 409, or [`reuse_status`](crate::IdempotencyLayer::reuse_status) | as in flight |
 /// | the key of another request that has | 409, or `reuse_status` | the same |
 /// | the outcome of an earlier run is unknown | 409 | 503, `Retry-After: 60` |
-/// | the first answer broke off while it was held back to be kept | 409: done, answer not kept | as [`recovery`](crate::IdempotencyLayer::recovery) says of a run that was cut off |
+/// | the first answer broke off while it was held back to be kept | 409: done, answer not kept; in transactional mode it was rolled back, and runs | as [`recovery`](crate::IdempotencyLayer::recovery) says of a run that was cut off |
 /// | done, answer not kept, and it was a 2xx | 409 | that status, without a body, marked as a replay |
 /// | done, answer not kept, and it was no 2xx | 409 | 409 |
 /// | done, the kept answer cannot be read | 503, `Retry-After: 1` | as one that was not kept, if it was a 2xx; else 503, `Retry-After: 1` |
@@ -64,17 +64,22 @@ impl Audience {
         self == Self::Senders
     }
 
-    /// What a request is told that differs from one with the same key which has not completed.
+    /// What a request is told that differs from one with the same key which has not completed, and is running or
+    /// was cut off.
     pub(crate) fn differs_from_unfinished(
         self,
+        is_running: bool,
         original_request_id: Option<Arc<str>>,
     ) -> Rejection {
-        match self {
-            Self::Clients => Rejection::KeyReused {
+        match (self, is_running) {
+            (Self::Clients, _) => Rejection::KeyReused {
                 original_request_id,
             },
             // The key may be freed yet, and what is refused for good is lost then.
-            Self::Senders => Rejection::InFlight {
+            (Self::Senders, true) => Rejection::InFlight {
+                original_request_id,
+            },
+            (Self::Senders, false) => Rejection::OutcomeUnknown {
                 original_request_id,
             },
         }

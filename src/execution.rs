@@ -408,8 +408,12 @@ where
         Retain::Release => (body, Outcome::Released),
         Retain::Keep => match keep(options, &parts, body).await {
             (body, Some(done)) => (body, Outcome::Completed(done)),
-            (body, None) if options.audience.minds_broken_answers() => {
+            (_, None) if options.audience.minds_broken_answers() => {
                 observe::abandoned(CutOff::BrokeOff, observed);
+                // Nothing has gone out yet, and its head is not true.
+                let (parts, body) = options.instead_of_broken(&Rejection::OutcomeUnknown {
+                    original_request_id: None,
+                });
                 return Ok((parts, body, Ended::CutOff));
             }
             (body, None) => (body, tombstone),

@@ -1,17 +1,21 @@
-//! In which runtimes a heart beats.
+//! In which runtimes a heart beats, and what they know of the claims.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     hash::{Hash, Hasher},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
-use tokio::runtime::{self, Handle};
+use tokio::{
+    runtime::{self, Handle},
+    time::Instant,
+};
 
-use crate::live::AsIs;
+use crate::{live::AsIs, record::Token, store::Ticket};
 
 /// Each runtime from which runs come has a heartbeat of its own: that of another one may end before they do,
 /// or stand still while nobody drives it.
@@ -20,6 +24,7 @@ pub(crate) struct Hearts {
     /// The runtime that was looked up last, which mostly is the only one. 0: none.
     latest: AtomicU64,
     beating: Mutex<HashSet<runtime::Id>>,
+    believed: Mutex<Believed>,
 }
 
 impl Hearts {
@@ -43,9 +48,18 @@ impl Hearts {
     }
 
     fn beating(&self) -> MutexGuard<'_, HashSet<runtime::Id>> {
-        // No change is ever left half done.
-        self.beating.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.beating)
     }
+
+    /// Not to be held while a store is waited for.
+    pub(crate) fn believed(&self) -> MutexGuard<'_, Believed> {
+        lock(&self.believed)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No change is ever left half done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Says that a heart beats, and stops saying so when its task ends, however it ends.
@@ -59,6 +73,38 @@ impl Drop for Heart {
         let mut beating = self.hearts.beating();
         beating.remove(&self.id);
         self.hearts.latest.store(0, Ordering::Relaxed);
+    }
+}
+
+/// Until when the claims of this process are known to be believed alive, by its own clock. All its hearts know
+/// the same: one that stood still must not call lost what another has renewed.
+#[derive(Default)]
+pub(crate) struct Believed {
+    until: HashMap<Token, Instant>,
+    last: Option<Instant>,
+}
+
+impl Believed {
+    /// A beat begins. A claim that is new here was made after the last one, and is believed alive from then.
+    pub(crate) fn begins(&mut self, tickets: &[Ticket], asked: Instant, lease: Duration) {
+        let since = self.last.replace(asked).unwrap_or(asked);
+        let before = std::mem::take(&mut self.until);
+        self.until.extend(tickets.iter().map(|ticket| {
+            let until = before.get(&ticket.token).copied();
+            (ticket.token, until.unwrap_or(since + lease))
+        }));
+    }
+
+    /// Answers whether this is the latest that is known of the claim.
+    pub(crate) fn renewed(&mut self, token: Token, until: Instant) -> bool {
+        let known = self.until.entry(token).or_insert(until);
+        let is_latest = *known <= until;
+        *known = until.max(*known);
+        is_latest
+    }
+
+    pub(crate) fn is_over(&self, token: Token, now: Instant) -> bool {
+        self.until.get(&token).is_none_or(|until| *until <= now)
     }
 }
 

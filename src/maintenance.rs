@@ -2,7 +2,6 @@
 //! settling of claims that were left behind. All of it ends with the last handle of the layer.
 
 use std::{
-    collections::HashMap,
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, Ordering},
@@ -20,7 +19,6 @@ use crate::{
     observe::{self, Observed, Operation},
     options::Options,
     pace::Pace,
-    record::Token,
     store::{Settled, Store, StoreError, StoreErrorKind},
 };
 
@@ -154,7 +152,6 @@ async fn heartbeats<S: Store>(
     live: Weak<Live>,
     mut pace: watch::Receiver<Pace>,
 ) {
-    let mut heartbeat = Heartbeat::new();
     loop {
         let Pace {
             shortest_lease: shortest,
@@ -166,7 +163,7 @@ async fn heartbeats<S: Store>(
             // Half a lease: a slow store is waited for, and one answer that never comes leaves
             // time for another try.
             let patience = options.store_timeout.min(shortest / 2);
-            heartbeat.beat(store, patience, &live, longest).await
+            beat(store, patience, &live, longest).await
         };
         let pause = match renewed {
             Beat::Renewed => shortest / 3,
@@ -218,65 +215,38 @@ enum Beat {
 }
 
 /// Keeps the claims of this process alive, and tells their runs when that fails.
-struct Heartbeat {
-    /// Until when each claim is known to be believed alive, by this process's clock.
-    until: HashMap<Token, Instant>,
-    last: Instant,
-}
-
-impl Heartbeat {
-    fn new() -> Self {
-        Self {
-            until: HashMap::new(),
-            last: Instant::now(),
-        }
+async fn beat<S: Store>(store: &S, patience: Duration, live: &Live, lease: Duration) -> Beat {
+    let attempts = live.attempts();
+    let asked = Instant::now();
+    attempts.iter().for_each(|(_, attempt)| attempt.seen(asked));
+    let tickets: Vec<_> = attempts.iter().map(|(ticket, _)| ticket.clone()).collect();
+    live.hearts.believed().begins(&tickets, asked, lease);
+    if attempts.is_empty() {
+        #[cfg(feature = "metrics")]
+        live.beaten(asked);
+        return Beat::Renewed;
     }
-
-    /// Renews, when there is anything to renew.
-    async fn beat<S: Store>(
-        &mut self,
-        store: &S,
-        patience: Duration,
-        live: &Live,
-        lease: Duration,
-    ) -> Beat {
-        let attempts = live.attempts();
-        let asked = Instant::now();
-        attempts.iter().for_each(|(_, attempt)| attempt.seen(asked));
-        // A claim that is new here was made after the last beat, and is believed alive from then.
-        let since = std::mem::replace(&mut self.last, asked);
-        let before = std::mem::take(&mut self.until);
-        self.until.extend(attempts.iter().map(|(ticket, _)| {
-            let until = before.get(&ticket.token).copied();
-            (ticket.token, until.unwrap_or(since + lease))
-        }));
-        if attempts.is_empty() {
-            #[cfg(feature = "metrics")]
-            live.beaten(asked);
-            return Beat::Renewed;
-        }
-        let tickets: Vec<_> = attempts.iter().map(|(ticket, _)| ticket.clone()).collect();
-        let renewed = within(patience, store.renew(&tickets, lease)).await;
-        let answered = renewed.is_some();
-        if let Some(Ok(settled)) = renewed {
-            for ((ticket, attempt), settled) in attempts.iter().zip(settled) {
-                self.until.insert(ticket.token, asked + lease);
+    let renewed = within(patience, store.renew(&tickets, lease)).await;
+    let answered = renewed.is_some();
+    let mut believed = live.hearts.believed();
+    if let Some(Ok(settled)) = renewed {
+        for ((ticket, attempt), settled) in attempts.iter().zip(settled) {
+            if believed.renewed(ticket.token, asked + lease) {
                 attempt.set_lost(settled == Settled::Lost);
             }
-            #[cfg(feature = "metrics")]
-            live.beaten(asked);
-            return Beat::Renewed;
         }
-        observe::store_failed(Operation::Renew, renewed.and_then(Result::err).as_ref());
-        let now = Instant::now();
-        for (ticket, attempt) in &attempts {
-            let until = self.until.get(&ticket.token);
-            attempt.set_lost(until.is_none_or(|until| *until <= now));
-        }
-        match answered {
-            true => Beat::Failed,
-            false => Beat::Unanswered,
-        }
+        #[cfg(feature = "metrics")]
+        live.beaten(asked);
+        return Beat::Renewed;
+    }
+    observe::store_failed(Operation::Renew, renewed.and_then(Result::err).as_ref());
+    let now = Instant::now();
+    for (ticket, attempt) in &attempts {
+        attempt.set_lost(believed.is_over(ticket.token, now));
+    }
+    match answered {
+        true => Beat::Failed,
+        false => Beat::Unanswered,
     }
 }
 

@@ -221,6 +221,18 @@ impl Options {
         rejection: &Rejection,
         observed: &Observed,
     ) -> Response<Body> {
+        let response = self.render(head, rejection);
+        let decision = Decision::refused(rejection);
+        observe::decided(observed, decision);
+        self.marked(response, decision.status())
+    }
+
+    /// What goes out in place of a handler's answer whose body broke off before anything of it did.
+    pub(crate) fn instead_of_broken(&self, rejection: &Rejection) -> (http::response::Parts, Body) {
+        self.render(None, rejection).into_parts()
+    }
+
+    fn render(&self, head: Option<&Parts>, rejection: &Rejection) -> Response<Body> {
         let status = match rejection {
             Rejection::KeyReused { .. } => self.reuse_status,
             other => self.audience.status(other),
@@ -235,10 +247,7 @@ impl Options {
             documentation_url: self.documentation_url.as_deref(),
             retry_after: self.audience.retry_after_seconds(rejection),
         };
-        let response = self.rejections.render(rejection, &context);
-        let decision = Decision::refused(rejection);
-        observe::decided(observed, decision);
-        self.marked(response, decision.status())
+        self.rejections.render(rejection, &context)
     }
 
     /// Says on the answer what was done: to the layers around this one, and to the client where it is to be

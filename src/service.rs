@@ -490,13 +490,13 @@ async fn claim<S: Inspect + Checkpoints>(
             }
             Some(Claim::InFlight(held)) => {
                 asked.met.store(true, Ordering::Relaxed);
-                engine.same_as_held(asked, &held)?;
+                engine.same_as_held(asked, &held, true)?;
                 return Ok(Claiming::InFlight(held));
             }
             Some(Claim::Abandoned(held)) => held,
         };
         asked.met.store(true, Ordering::Relaxed);
-        engine.same_as_held(asked, &held)?;
+        engine.same_as_held(asked, &held, false)?;
         if Box::pin(engine.runs_here(&asked.id, &held)).await {
             return Ok(Claiming::InFlight(held));
         }
@@ -763,15 +763,18 @@ impl<S: Inspect> Engine<S> {
     }
 
     /// As [`same`](Self::same), of a record that is not completed.
-    fn same_as_held(&self, asked: &Asked<'_>, held: &Held) -> Result<(), Rejection> {
+    fn same_as_held(
+        &self,
+        asked: &Asked<'_>,
+        held: &Held,
+        is_running: bool,
+    ) -> Result<(), Rejection> {
         if self.same(asked, &held.scheme, &held.fingerprint) {
             return Ok(());
         }
         let original_request_id = held.request_id.clone();
-        Err(self
-            .options
-            .audience
-            .differs_from_unfinished(original_request_id))
+        let audience = self.options.audience;
+        Err(audience.differs_from_unfinished(is_running, original_request_id))
     }
 }
 

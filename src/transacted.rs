@@ -460,7 +460,14 @@ async fn plan(
         Retain::Tombstone => (parts, body, Plan::Commit(tombstone)),
         Retain::Keep => {
             let (body, kept) = keep(options, &parts, body).await;
-            let plan = kept.map_or(Plan::RollBack(undo.into()), Plan::Commit);
+            let plan = match kept {
+                Some(done) => Plan::Commit(done),
+                None if options.audience.minds_broken_answers() => {
+                    let (parts, body) = options.instead_of_broken(&Rejection::TransactionFailed);
+                    return (parts, body, Plan::RollBack(undo.into()));
+                }
+                None => Plan::RollBack(undo.into()),
+            };
             (parts, body, plan)
         }
     }

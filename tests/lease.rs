@@ -908,6 +908,12 @@ fn current_thread() -> Runtime {
     runtime.enable_all().build().unwrap()
 }
 
+/// One that goes on by itself.
+fn one_worker() -> Runtime {
+    let mut runtime = runtime::Builder::new_multi_thread();
+    runtime.worker_threads(1).enable_all().build().unwrap()
+}
+
 /// A run that goes on in a runtime of its own for several leases, after `first` has served a request of the same
 /// layer, while another process asks for it all the time: it runs once.
 fn a_run_in_another_runtime_than(first: Runtime, before_it_ends: impl FnOnce(Runtime)) {
@@ -921,11 +927,7 @@ fn a_run_in_another_runtime_than(first: Runtime, before_it_ends: impl FnOnce(Run
     assert_eq!(first.block_on(send(&app, post("first", "a"))).status, 201);
 
     handler.close_gate();
-    let second = runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .unwrap();
+    let second = one_worker();
     let running = second.spawn(async move { send(&app, post("k", "a")).await });
     let third = current_thread();
     third.block_on(handler.reached(2));
@@ -959,4 +961,33 @@ fn the_heart_beats_for_a_run_in_another_runtime_though_the_first_one_is_not_driv
 #[test]
 fn the_heart_beats_for_a_run_in_another_runtime_though_the_first_one_has_ended() {
     a_run_in_another_runtime_than(current_thread(), drop);
+}
+
+// L10
+#[test]
+fn a_heart_that_stood_still_does_not_call_a_run_lost_that_another_has_renewed() {
+    let store = FaultyStore::new(MemoryStore::new());
+    let lease = Duration::from_millis(600);
+    let (router, mut puppet) = Puppet::new();
+    let app = router.route_layer(
+        IdempotencyLayer::new(store.clone())
+            .single_tenant()
+            .lease(lease),
+    );
+    let (one, other) = (current_thread(), one_worker());
+    one.block_on(async {
+        let first = spawn(&app, post("first", "a"));
+        puppet.next().await.answers(201, "done");
+        first.await.unwrap();
+    });
+    let running = other.spawn(async move { send(&app, post("k", "a")).await });
+    let run = other.block_on(puppet.next());
+    // Nobody drives the first runtime meanwhile, and the heart of the other one beats.
+    let beats = store.calls(Operation::Renew);
+    other.block_on(store.called(Operation::Renew, beats + 4));
+    store.fail(Operation::Renew, Fault::Before, Times::Once);
+    one.block_on(async { sleep(Duration::from_millis(30)).await });
+    other.block_on(run.owner().ensure_owned()).unwrap();
+    run.answers(201, "done");
+    assert_eq!(other.block_on(running).unwrap().status, 201);
 }

@@ -3,7 +3,8 @@
 use crate::IdempotencyKey;
 
 /// An attempt that is about to be made: what the hook of
-/// [`before_attempt`](super::RetryLayer::before_attempt) sees, and an extension of every request that is sent.
+/// [`before_attempt`](super::RetryLayer::before_attempt) sees, and an extension of every covered request that
+/// is sent. (Others, such as a GET, have none.)
 ///
 /// A layer inside of the retry layer, which every attempt goes through, can so do what takes time: here it fetches a
 /// signature.
@@ -22,8 +23,10 @@ use crate::IdempotencyKey;
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() {
 /// let client = service_fn(async |mut request: Request<Body>| {
-///     let attempt = request.extensions().get::<Attempt>().cloned().unwrap();
-///     request.headers_mut().insert("signature", signature_of(&attempt).await);
+///     let attempt = request.extensions().get::<Attempt>().cloned();
+///     if let Some(attempt) = attempt {
+///         request.headers_mut().insert("signature", signature_of(&attempt).await);
+///     }
 ///     // Then the client that sends it.
 ///     assert_eq!(request.headers()["signature"], "1");
 ///     Ok::<_, std::io::Error>(Response::new(Body::from("ch_1")))

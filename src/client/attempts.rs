@@ -92,7 +92,9 @@ where
                 });
                 return Ok(response);
             }
-            Met::Settled(judgement, response) => return Err(settled(judgement, response, attempt)),
+            Met::Settled(judgement, response, hint) => {
+                return Err(settled(judgement, response, hint, attempt));
+            }
             Met::Over(unanswered) => return Err(unanswered),
             Met::NotMade(why) => return Err(not_made(why, last, attempt)),
             Met::Failed(failure) => failure,

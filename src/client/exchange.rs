@@ -1,10 +1,14 @@
 //! What comes back in one attempt.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
 use axum::{BoxError, body::Body};
 use bytes::Bytes;
-use http::{Response, StatusCode, response::Parts};
+use http::{
+    Response, StatusCode,
+    header::{CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING},
+    response::Parts,
+};
 use http_body::Body as HttpBody;
 use http_body_util::BodyExt;
 use tokio::time::Instant;
@@ -27,7 +31,7 @@ use crate::{
 /// What became of one attempt.
 pub(super) enum Met {
     Answered(Response<Body>, bool),
-    Settled(Judgement, Response<Bytes>),
+    Settled(Judgement, Response<Bytes>, Option<Duration>),
     /// Another one may be made.
     Failed(Failure),
     /// It could not be made, and no further one can.
@@ -128,9 +132,19 @@ fn cut(head: Parts, why: Why, error: impl Into<BoxError>) -> Failure {
     let mut failure = Failure::of(why, error);
     if is_error(head.status) {
         failure.hint = hint(&head.headers, &Refusal::default());
-        failure.response = Some(Box::new(Response::from_parts(head, Bytes::new())));
+        failure.response = Some(Box::new(in_memory(head, Bytes::new())));
     }
     failure
+}
+
+/// What is to be seen of an answer. Where its body is not kept, the head does not speak of one.
+fn in_memory(mut head: Parts, data: Bytes) -> Response<Bytes> {
+    if data.is_empty() {
+        for of_body in [CONTENT_LENGTH, CONTENT_ENCODING, TRANSFER_ENCODING] {
+            head.headers.remove(of_body);
+        }
+    }
+    Response::from_parts(head, data)
 }
 
 fn judge(options: &RetryOptions, head: Parts, data: &Bytes, body: Body) -> Met {
@@ -146,9 +160,12 @@ fn judge(options: &RetryOptions, head: Parts, data: &Bytes, body: Body) -> Met {
                 false => Why::Refused,
             },
             hint: hint(&head.headers, &refusal),
-            response: Some(Box::new(Response::from_parts(head, data.clone()))),
+            response: Some(Box::new(in_memory(head, data.clone()))),
             source: None,
         }),
-        settled => Met::Settled(settled, Response::from_parts(head, data.clone())),
+        settled => {
+            let hint = hint(&head.headers, &refusal);
+            Met::Settled(settled, in_memory(head, data.clone()), hint)
+        }
     }
 }

@@ -101,13 +101,14 @@ pub(super) fn not_made(why: NotSent, last: Option<Failure>, attempt: Attempt) ->
 pub(super) fn settled(
     judgement: Judgement,
     response: Response<Bytes>,
+    hint: Option<Duration>,
     attempt: Attempt,
 ) -> Unanswered {
     let ended = Ended {
         key: attempt.key,
         attempts: attempt.number,
         response: Some(Box::new(response)),
-        retry_after: None,
+        retry_after: hint,
         source: match judgement {
             Judgement::Unreadable => Some(Compressed.into()),
             _ => None,

@@ -63,7 +63,7 @@
 //!
 //! | what came | what becomes of it |
 //! | --- | --- |
-//! | an [`Unanswered`] of a layer like this one inside | the end, as it is |
+//! | an [`Unanswered`] of a layer like this one inside | the end, as it is; [`Uncovered`](Unanswered::Uncovered) is sent again |
 //! | any other error of the client, such as a connection that is refused or reset | sent again |
 //! | marked `Idempotency-Status: unprotected`, of any status | the answer: it was run without a record, and another attempt would be another run |
 //! | no whole answer within [`attempt_timeout`](RetryLayer::attempt_timeout) | sent again |
@@ -152,7 +152,8 @@
 //! use tower::{Layer, ServiceExt, service_fn};
 //! use tower_idempotency::client::RetryLayer;
 //!
-//! let client = reqwest::Client::new();
+//! let none = reqwest::redirect::Policy::none();
+//! let client = reqwest::Client::builder().redirect(none).build()?;
 //! let client = service_fn(move |request: Request<reqwest::Body>| {
 //!     let client = client.clone();
 //!     async move {
@@ -167,7 +168,8 @@
 //! # }
 //! ```
 //!
-//! A client that sends again by itself, or follows redirects, does so with the same key. Time-outs and limits inside
+//! Have the client follow no redirects: most make a GET of a POST on the way, and then its answer is that of the GET.
+//! One that sends again by itself does so with the same key. Time-outs and limits inside
 //! of the layer are those of an attempt; outside of it, of the whole operation. A place in a limit or a queue inside
 //! of the layer is not held between two attempts, nor while the request's body is awaited.
 //!

@@ -181,7 +181,7 @@ impl Ended {
         self.response.as_deref()
     }
 
-    /// The same, by value: to hand it on.
+    /// The same, by value: to hand it on. Where its body is not kept, its head does not speak of one.
     pub fn into_response(self) -> Option<Response<Bytes>> {
         self.response.map(|response| *response)
     }

@@ -74,6 +74,13 @@ impl<T: Serialize + DeserializeOwned, E> Left<T, E> {
             };
             let json = json.to_bytes();
             let value = serde_json::from_slice(&json);
+            // A resolver has answered, and that is no result: whether it was done is for somebody to look up.
+            if value.is_err() && !head.status.is_success() {
+                return Err(OnceError::Refused(Rejection::ResponseNotRetained {
+                    status: Some(head.status),
+                    original_request_id: None,
+                }));
+            }
             let value = value
                 .map_err(|error| OnceError::Unreadable(UnreadableResult::of(&json, &error)))?;
             let replayed = true;

@@ -41,7 +41,7 @@ use crate::{
 /// A response that cannot be opened, because its key is missing or wrong or it was tampered with, is given
 /// back unopened: as it is stored, but for its first byte, which makes
 /// [`RetainedResponse::decode`](crate::RetainedResponse::decode) say why. A layer answers 503
-/// `idempotency_store_unavailable` then, never runs the handler, and logs the [`DecodeError`]; an operator
+/// `idempotency_store_unavailable` then (to [`Audience::Senders`](crate::Audience) the 2xx that it was), never runs the handler, and logs the [`DecodeError`]; an operator
 /// still sees the record's state and times.
 ///
 /// Cancel safe as the store it wraps.

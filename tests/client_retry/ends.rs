@@ -187,3 +187,39 @@ async fn the_last_answer_can_be_handed_on() {
     let sent = Script::default().send(layer, charge()).await;
     assert!(sent.unwrap_err().into_ended().is_none());
 }
+
+/// Such as a server tells senders of events.
+#[tokio::test(start_paused = true)]
+async fn the_servers_hint_is_told_of_an_outcome_that_is_unknown_too() {
+    let mut unknown = problem(503, r#"{"code":"idempotency_outcome_unknown"}"#).unwrap();
+    let hint = http::HeaderValue::from_static("60");
+    unknown.headers_mut().insert("retry-after", hint);
+    let script = Script::new([Ok(unknown)]);
+    let unanswered = script.send(RetryLayer::new(), charge()).await.unwrap_err();
+    assert!(matches!(unanswered, Unanswered::OutcomeUnknown(_)));
+    assert_eq!(
+        unanswered.retry_after(),
+        Some(std::time::Duration::from_secs(60))
+    );
+}
+
+/// To be handed on, it must not promise a body that is not there.
+#[tokio::test(start_paused = true)]
+async fn an_answer_whose_body_is_not_kept_does_not_speak_of_one() {
+    let large = "x".repeat(100 * 1024);
+    let fields = [
+        ("content-length", "102400"),
+        ("content-encoding", "identity"),
+        ("retry-after", "2"),
+    ];
+    let script = Script::new([Ok(answer(503, &fields, large))]);
+    let layer = RetryLayer::new().retries(0).response_body_limit(1024);
+    let unanswered = script.send(layer, charge()).await.unwrap_err();
+    let answer = unanswered.into_ended().unwrap().into_response().unwrap();
+    assert_eq!(
+        (answer.status(), answer.body().len()),
+        (503.try_into().unwrap(), 0)
+    );
+    let names: Vec<_> = answer.headers().keys().map(|name| name.as_str()).collect();
+    assert_eq!(names, ["retry-after"]);
+}

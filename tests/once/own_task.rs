@@ -306,10 +306,11 @@ on_both! {
 
 /// On one thread, so that all of it is seen.
 #[tokio::test]
-async fn an_operation_in_a_transaction_is_in_the_span_of_its_caller() {
-    use tracing::Instrument;
+async fn an_operation_in_a_transaction_is_in_the_span_and_under_the_subscriber_of_its_caller() {
+    use tracing::{Instrument, instrument::WithSubscriber};
 
-    let (written, _guard) = Written::of_this_thread();
+    // Of this call only.
+    let written = Written::default();
     let ground = Ground::<Sqlite>::in_real_time().await;
     let once = Once::new(ground.layer());
     let operation = |tx: Tx<Sqlite>| async move {
@@ -319,8 +320,11 @@ async fn an_operation_in_a_transaction_is_in_the_span_of_its_caller() {
     };
     let key = IdempotencyKey::new("k");
     let call = once.run_in(Scope::shared(), key, Fingerprint::of(["A"]), operation);
-    let span = tracing::info_span!("delivery", number = 17);
-    call.instrument(span).await.unwrap();
+    let call = async move {
+        let span = tracing::info_span!("delivery", number = 17);
+        call.instrument(span).await
+    };
+    call.with_subscriber(written.subscriber()).await.unwrap();
     let text = written.text();
     let line = text.lines().find(|line| line.contains("in the middle"));
     let line = line.unwrap_or_else(|| panic!("{text}"));

@@ -192,6 +192,21 @@ every_store! {
         }
     }
 
+    async fn a_resolvers_answer_that_is_neither_a_success_nor_a_result_is_not_told_as_done(world: World) {
+        let store = world.open().await;
+        for status in [StatusCode::PAYMENT_REQUIRED, StatusCode::INTERNAL_SERVER_ERROR] {
+            let answer = move |_: Abandoned| async move { Verdict::answer((status, Json(17))) };
+            let resolving = Once::new(layer(&store).resolver(answer));
+            let mut stage = Stage::new();
+            let unknown = Err(Failure::Unknown(Broken("timed out")));
+            stage.runs(&resolving, status.as_str(), unknown).await.unwrap_err();
+            let error = stage.asked(&resolving, status.as_str()).await.unwrap_err();
+            assert!(!error.is_done() && error.retry_after().is_none(), "{error:?}");
+            let said = error.to_string();
+            assert!(said.contains("look up what was done"), "{said}");
+        }
+    }
+
     async fn a_resolvers_answer_without_a_body_is_named(world: World) {
         let store = world.open().await;
         let answer = |_: Abandoned| async { Verdict::answer(StatusCode::NO_CONTENT) };

@@ -142,7 +142,7 @@ impl Written {
         (written, guard)
     }
 
-    fn subscriber(&self) -> impl Subscriber + Send + Sync + use<> {
+    pub fn subscriber(&self) -> impl Subscriber + Send + Sync + use<> {
         tracing_subscriber::fmt()
             .with_max_level(Level::TRACE)
             .with_span_events(FmtSpan::FULL)

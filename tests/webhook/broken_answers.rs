@@ -38,8 +38,16 @@ fn broken() -> Body {
     ]))
 }
 
-/// Sends it. The head arrives, the body breaks off.
+/// Sends it, and its body breaks off. No sender sees the 2xx of its head.
 async fn send_and_see_it_break_off(app: &Router, event: &str) {
+    let answer = send(app, delivery(event)).await;
+    let unknown = "idempotency_outcome_unknown".to_owned();
+    assert_eq!((answer.said(), answer.replay), ((503, unknown), false));
+    assert_eq!(answer.header("retry-after"), Some("60"));
+}
+
+/// What a client sees of it.
+async fn send_and_see_half_of_it(app: &Router, event: &str) {
     let answer = app.clone().oneshot(delivery(event)).await.unwrap();
     assert_eq!(answer.status(), 200);
     let body = axum::body::to_bytes(answer.into_body(), 1_000).await;
@@ -90,7 +98,7 @@ every_store! {
         assert_eq!(refused.said(), (503, "idempotency_outcome_unknown".into()));
 
         let app = handler.behind(layer(&store).audience(Audience::Clients));
-        send_and_see_it_break_off(&app, "evt_2").await;
+        send_and_see_half_of_it(&app, "evt_2").await;
         assert_eq!(state(&store, "evt_2").await, Some(State::Completed));
         let refused = send(&app, delivery("evt_2")).await;
         assert_eq!(refused.said(), (409, "idempotency_response_not_retained".into()));

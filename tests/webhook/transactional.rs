@@ -253,7 +253,7 @@ async fn an_answer_that_broke_off_is_rolled_back_and_the_event_runs_again() {
         _ => Response::new(Body::from("done")),
     })
     .await;
-    assert_eq!(said, [(200, false), (200, false), (200, true)]);
+    assert_eq!(said, [(503, false), (200, false), (200, true)]);
     assert_eq!(ground.booked().await, 1);
 }
 
