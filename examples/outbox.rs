@@ -86,6 +86,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let reference = entry.reference();
         println!("{reference}: too old to be sent: look it up and settle it");
     }
+    for entry in &resumed.held {
+        let reference = entry.reference();
+        println!("{reference}: run by the server without a record: look it up and settle it");
+    }
     let counts = outbox.counts().await?;
     println!(
         "{} pending, {} done, {} refused",

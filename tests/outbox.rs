@@ -8,6 +8,8 @@ mod contended;
 mod damaged;
 #[path = "outbox/ground.rs"]
 mod ground;
+#[path = "outbox/held.rs"]
+mod held;
 #[cfg(unix)]
 #[path = "outbox/killed.rs"]
 mod killed;
@@ -21,5 +23,7 @@ mod sealed;
 #[path = "outbox/settled.rs"]
 mod settled;
 mod support;
+#[path = "outbox/told.rs"]
+mod told;
 #[path = "outbox/verdicts.rs"]
 mod verdicts;

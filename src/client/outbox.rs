@@ -94,6 +94,9 @@ use crate::{bounded::Boxed, record::Token};
 /// server itself does not know ([`OutcomeUnknown`](super::Unanswered::OutcomeUnknown)), it stays pending and is asked
 /// about at every resume: have the record settled there.
 ///
+/// The same goes for one that is [held](Entry::is_held), since the server has run it without a record: nobody sends it
+/// until it was settled, or reopened because it has had no effect.
+///
 /// # What has to be called
 ///
 /// Beside [`resume`](super::Relay::resume), from the same timer: [`purge`](Self::purge), for nothing deletes a row by
@@ -151,7 +154,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     /// Begins an operation: it is durable when this returns. If there is one of this reference already, that one is
     /// found, with its own key and body, whatever this one brings: see [`Begun::differs`].
     ///
-    /// Dropped before it returns, it may have been begun or not. Begin it again.
+    /// Dropped before it returns, it may have been begun or not, or be begun a moment later. Begin it again.
     ///
     /// # Errors
     ///
@@ -192,7 +195,9 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     /// Nothing is sent to the database before the future is polled.
     ///
     /// In Postgres another session that begins the same reference waits for the end of this transaction; and where
-    /// the reference was there already, so does whoever records its result.
+    /// the reference was there already, so does whoever counts an attempt or records its result, with a connection each,
+    /// also where the relay has [given the statement up](super::Relay::statement_timeout). Keep such transactions
+    /// short, or give the relay a pool of its own. In SQLite every writer waits.
     ///
     /// # Errors
     ///
@@ -277,9 +282,28 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     }
 
     /// The operations of this state, in the order of their references, at most so many: those after `after`, which
-    /// is the last reference of the list before, and empty to begin with. For whoever has missed what
+    /// is the last one of the list before, and `None` to begin with. For whoever has missed what
     /// [`resume`](super::Relay::resume) would have told, since it died in the middle. Each holds its request and its
     /// answer in memory.
+    ///
+    /// ```
+    /// # #[cfg(feature = "sqlite")] {
+    /// use sqlx::Sqlite;
+    /// use tower_idempotency::client::{EntryState, Outbox, OutboxError};
+    ///
+    /// async fn all_done(outbox: &Outbox<Sqlite>) -> Result<usize, OutboxError> {
+    ///     let (mut count, mut last) = (0, None);
+    ///     loop {
+    ///         let page = outbox.list(EntryState::Done, last.as_ref(), 100).await?;
+    ///         count += page.len();
+    ///         last = page.into_iter().last();
+    ///         if last.is_none() {
+    ///             return Ok(count);
+    ///         }
+    ///     }
+    /// }
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -287,21 +311,24 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     pub async fn list(
         &self,
         state: EntryState,
-        after: &str,
+        after: Option<&Entry>,
         limit: usize,
     ) -> Result<Vec<Entry>, OutboxError> {
-        let values = vec![
-            Value::Number(Some(state.code())),
-            Value::Text(after.to_owned()),
-            number(limit),
-        ];
-        let rows = DB::pool_rows(&self.pool, &self.texts.list, values).await?;
+        let state = Value::Number(Some(state.code()));
+        let (text, values) = match after {
+            None => (&self.texts.list, vec![state, number(limit)]),
+            // Not what is shown of it: that of a damaged one may come before it.
+            Some(last) => {
+                let last = Value::Bytes(Some(last.stored_reference().to_vec()));
+                (&self.texts.list_after, vec![state, last, number(limit)])
+            }
+        };
+        let rows = DB::pool_rows(&self.pool, text, values).await?;
         self.all(rows)
     }
 
     /// What is to be sent, the oldest first, at most so many. Each holds its request in memory. One whose row is
-    /// damaged is among them: its [`operation`](Entry::operation) says so.
-    ///
+    /// damaged is among them: its [`operation`](Entry::operation) says so. What is [held](Self::held) is not.
     ///
     /// # Errors
     ///
@@ -321,6 +348,18 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     pub async fn overdue(&self, limit: usize) -> Result<Vec<Entry>, OutboxError> {
         let values = vec![micros(self.window()), number(limit)];
         let rows = DB::pool_rows(&self.pool, &self.texts.overdue, values).await?;
+        self.all(rows)
+    }
+
+    /// What is [held](Entry::is_held) and not overdue yet, the oldest first, at most so many: look up what became of
+    /// each, and [`settle`](Self::settle) it, or [`reopen`](Self::reopen) it if it has had no effect.
+    ///
+    /// # Errors
+    ///
+    /// [`Database`](OutboxErrorKind::Database).
+    pub async fn held(&self, limit: usize) -> Result<Vec<Entry>, OutboxError> {
+        let values = vec![micros(self.window()), number(limit)];
+        let rows = DB::pool_rows(&self.pool, &self.texts.held, values).await?;
         self.all(rows)
     }
 
@@ -348,6 +387,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
             status: answer.as_ref().map(Response::status),
             answer: answer.as_ref(),
             only_attempt: false,
+            by_hand: true,
         };
         if answer.is_some() && self.kept(&found, &end).is_none() {
             return Err(OutboxError::invalid(
@@ -365,8 +405,12 @@ impl<DB: OutboxDatabase> Outbox<DB> {
     }
 
     /// Makes a failed operation pending again, with its first key and body, when what it was refused for was mended:
-    /// a credential, or the server's own settings. One that is pending is left as it is. An answer to what was sent
-    /// before, which comes late, is not recorded any more.
+    /// a credential, or the server's own settings. One that is [held](Entry::is_held) may be sent again from now on:
+    /// only for whoever has looked up that it has had no effect. Any other that is pending is left as it is.
+    ///
+    /// [`attempts`](Entry::attempts) are counted anew, for the verdict on the next answer as well: nothing that was
+    /// sent before should be under way. An answer to such an attempt, which comes late, is not recorded any more;
+    /// only that the server ran it without a record still holds the operation.
     ///
     /// # Errors
     ///
@@ -429,6 +473,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
             overdue: count(1),
             done: count(2),
             failed: count(3),
+            held: count(4),
         })
     }
 

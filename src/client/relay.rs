@@ -35,17 +35,21 @@ use crate::bounded::within;
 /// | end | recorded | given back |
 /// | --- | --- | --- |
 /// | an answer of 2xx or 303, or the replay of any 3xx | done, with the answer | [`Delivered`] |
-/// | an answer of 4xx other than 408, 409, 425, 429 and 499, which is a replay, or came to the only attempt that was ever counted for this operation | failed, with the answer: it has had no effect | [`Delivered`] |
+/// | an answer of 4xx other than 408, 409, 425, 429 and 499, which is a replay, or came to the only attempt that was counted since this operation was begun or reopened (see [`Entry::attempts`]), and no attempt ran without a record | failed, with the answer: it has had no effect | [`Delivered`] |
 /// | every other answer: a redirect, a 5xx replayed or not, a refusal after attempts whose outcome nobody knows | nothing: it stays pending | [`Undelivered::Inconclusive`] |
 /// | [`NotRetained`](Unanswered::NotRetained) with a status of 2xx or 3xx, or of such a 4xx | done or failed by that status, without an answer | [`Delivered`] |
-/// | [`Reused`](Unanswered::Reused) at the only attempt that was ever counted | failed: the server has seen this key with another request, which is a mistake to be looked at | [`Undelivered::Unanswered`] |
+/// | [`Reused`](Unanswered::Reused) at the only attempt that was so counted | failed: the server has seen this key with another request, which is a mistake to be looked at | [`Undelivered::Unanswered`] |
 /// | every other [`Unanswered`] | nothing: it stays pending | [`Undelivered::Unanswered`] |
+/// | an answer of whatever status that the server gave without a record (`Idempotency-Status: unprotected`), where it does not tell the end or that cannot be recorded | [held](Entry::is_held): it stays pending, and is sent by nobody | [`Undelivered::Inconclusive`], or [`Delivered`] with [`unrecorded`](Delivered::unrecorded) |
+/// | held before | nothing: it stays pending, and is sent by nobody | [`Undelivered::Held`] |
 /// | overdue | nothing: it stays pending, and is sent by nobody | [`Undelivered::Overdue`] |
 ///
 /// An answer is a replay if [`Answered::replayed`](super::Answered::replayed) says so. What stays pending is sent again
-/// by [`resume`](Self::resume), not before the time that the server has named. Only what the server ran
-/// without a record (`Idempotency-Status: unprotected`), and does not say how it ended, is left alone by it: look it
-/// up.
+/// by [`resume`](Self::resume), not before the [time](Entry::not_before) that the server has named.
+///
+/// What the server ran without a record would run again if it were sent again. So it is *held*: neither `resume` nor
+/// [`send`](Self::send) nor [`deliver`](Self::deliver) sends it, by any relay, until somebody has looked up what became
+/// of it, and has [settled](Outbox::settle) or [reopened](Outbox::reopen) it.
 ///
 /// An answer of more than 1 MiB, and a stream, are recorded with their status only; the caller gets all of it.
 ///
@@ -137,8 +141,12 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     }
 
     /// How long each statement of the relay is waited for, its connection included. Default 5 s. One that takes longer
-    /// fails as [`Database`](super::OutboxErrorKind::Database), and may take place later all the same: that changes nothing that must
-    /// stay.
+    /// fails as [`Database`](super::OutboxErrorKind::Database), and may take place later all the same: an operation is
+    /// begun then, an attempt counted that is not made, an end recorded that is true.
+    ///
+    /// One that waits for a locked row keeps its connection until the lock ends, though nobody waits for it any more.
+    /// So whoever holds rows of the outbox for long, by a transaction with [`begin_in`](Outbox::begin_in), can use up
+    /// the pool: keep such transactions short, or give the relay a pool of its own.
     ///
     /// # Panics
     ///
@@ -182,7 +190,8 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// # Cancel safety
     ///
     /// Dropped, the operation may have been begun or not, and sent or not. Call it again with the same reference,
-    /// or let [`resume`](Self::resume) find it.
+    /// or let [`resume`](Self::resume) find it. The same goes for an error of kind
+    /// [`Database`](super::OutboxErrorKind::Database): it may be begun a moment later, and will be sent then.
     pub async fn deliver<B, RB>(
         &self,
         reference: &str,
@@ -210,7 +219,8 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// If the end cannot be recorded, though it is tried for some seconds (three times the
     /// [`statement_timeout`](Self::statement_timeout) at most), the caller gets the true answer all the
     /// same ([`Delivered::unrecorded`]). The operation stays pending then, and a later
-    /// [`resume`](Self::resume) gets the server's replay.
+    /// [`resume`](Self::resume) gets the server's replay. There is none of what the server ran without a record: that
+    /// is [held](Entry::is_held), which is tried for as long again.
     ///
     /// # Errors
     ///
@@ -233,6 +243,9 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         if entry.state() != EntryState::Pending {
             return Delivered::recorded(entry);
         }
+        if entry.is_held() {
+            return Err(Undelivered::Held(Box::new(entry)));
+        }
         if entry.is_overdue() {
             return Err(overdue(entry, None));
         }
@@ -249,8 +262,16 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         };
         match (stopped, answered) {
             (Some(Stop::Settled(entry)), _) => Delivered::recorded(*entry),
+            (Some(Stop::Held(entry)), _) => Err(Undelivered::Held(entry)),
             (Some(Stop::Overdue(entry)), answered) => Err(overdue(*entry, answered.err())),
-            (Some(Stop::Failed(error)), _) => Err(Undelivered::Outbox(error)),
+            (Some(Stop::Failed(error)), answered) => {
+                // What the attempt before was told.
+                let hint = answered
+                    .err()
+                    .and_then(|unanswered| unanswered.retry_after());
+                self.defer(&last, hint).await;
+                Err(Undelivered::Outbox(error))
+            }
             (None, Ok(response)) => self.answered(last, number, response).await,
             (None, Err(unanswered)) => self.unanswered(last, number, unanswered).await,
         }

@@ -62,6 +62,24 @@ both! {
         assert_eq!((resumed.done.len(), ground.shop.charges().len()), (70, 70), "{:?}", resumed.pending.first());
     }
 
+    async fn statements_that_are_given_up_leave_nothing_stuck(ground: Ground) {
+        for number in 0..20 {
+            ground.outbox.begin(&format!("r{number}"), charge_of(number)).await.unwrap();
+        }
+        for micros in [1_u64, 100, 300, 600, 1_000, 2_000, 3_000, 5_000] {
+            let relay = ground.relay().statement_timeout(Duration::from_micros(micros));
+            let _ = relay.resume::<Body, _>(20).await;
+        }
+        // What was given up may still take place: those in its way are told so, or settled by the time they are asked.
+        let mut runs = 0;
+        while ground.outbox.counts().await.unwrap().done < 20 {
+            ground.relay().resume::<Body, _>(50).await.unwrap();
+            runs += 1;
+            assert!(runs < 100, "{:?}", ground.outbox.counts().await);
+        }
+        assert_eq!(ground.shop.charges().len(), 20);
+    }
+
     async fn the_server_says_when_to_come_back_and_resume_comes_no_sooner(ground: Ground) {
         let requests = Arc::new(AtomicUsize::new(0));
         let count = requests.clone();

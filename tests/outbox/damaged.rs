@@ -65,7 +65,11 @@ async fn whatever_is_damaged_the_others_are_sent_and_listed() {
         );
         ground.outbox.overdue(10).await.unwrap();
         ground.outbox.counts().await.unwrap();
-        let done = ground.outbox.list(EntryState::Done, "", 10).await.unwrap();
+        let done = ground
+            .outbox
+            .list(EntryState::Done, None, 10)
+            .await
+            .unwrap();
         assert!(done.len() >= 2, "{damage}");
         // What another version has written is not this one's to delete.
         assert_eq!(ground.outbox.purge(10).await.unwrap(), 0, "{damage}");
@@ -85,6 +89,36 @@ async fn an_overdue_row_that_is_damaged_is_told() {
     assert_eq!(overdue.reference(), "r");
     let error = overdue.operation().unwrap_err();
     assert_eq!(error.kind(), OutboxErrorKind::Damaged);
+}
+
+#[tokio::test]
+async fn a_list_comes_to_its_end_though_references_are_damaged() {
+    let ground = sqlite::Ground::new().await;
+    for reference in ["a", "b", "c", "d", "e"] {
+        ground.outbox.begin(reference, charge_of(1)).await.unwrap();
+    }
+    ground
+        .run(
+            "UPDATE idempotency_outbox SET reference = CAST(x'ff' AS TEXT) WHERE reference = 'c';
+             UPDATE idempotency_outbox SET reference = CAST(x'61fe' AS TEXT) WHERE reference = 'd';
+             UPDATE idempotency_outbox SET reference = '' WHERE reference = 'e'",
+        )
+        .await;
+    let (mut last, mut seen) = (None, 0);
+    loop {
+        let page = ground
+            .outbox
+            .list(EntryState::Pending, last.as_ref(), 1)
+            .await
+            .unwrap();
+        seen += page.len();
+        last = page.into_iter().last();
+        if last.is_none() {
+            break;
+        }
+        assert!(seen <= 5, "the same page again and again");
+    }
+    assert_eq!(seen, 5);
 }
 
 both! {

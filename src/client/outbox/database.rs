@@ -34,6 +34,7 @@ pub struct Row {
     pub(super) attempts: i64,
     pub(super) attempted: Option<i64>,
     pub(super) not_before: Option<i64>,
+    pub(super) held: Option<i64>,
     pub(super) settled: Option<i64>,
     pub(super) status: Option<i64>,
     pub(super) token: Vec<u8>,
@@ -49,7 +50,8 @@ pub struct Row {
 pub struct Text {
     /// With replacement characters for what is not text.
     pub(super) shown: String,
-    pub(super) is_sound: bool,
+    /// What is stored, where it is no text.
+    damaged: Option<Vec<u8>>,
 }
 
 impl Text {
@@ -57,13 +59,22 @@ impl Text {
         match String::from_utf8(stored) {
             Ok(shown) => Self {
                 shown,
-                is_sound: true,
+                damaged: None,
             },
             Err(error) => Self {
                 shown: String::from_utf8_lossy(error.as_bytes()).into_owned(),
-                is_sound: false,
+                damaged: Some(error.into_bytes()),
             },
         }
+    }
+
+    pub(super) fn is_sound(&self) -> bool {
+        self.damaged.is_none()
+    }
+
+    /// What is stored.
+    pub(super) fn stored(&self) -> &[u8] {
+        self.damaged.as_deref().unwrap_or(self.shown.as_bytes())
     }
 }
 
@@ -152,12 +163,13 @@ macro_rules! statements {
                         attempts: row.try_get(6)?,
                         attempted: row.try_get(7)?,
                         not_before: row.try_get(8)?,
-                        settled: row.try_get(9)?,
-                        status: row.try_get(10)?,
-                        token: row.try_get(11)?,
-                        request: row.try_get::<Vec<u8>, _>(12)?.into(),
-                        result: row.try_get::<Option<Vec<u8>>, _>(13)?.map(Bytes::from),
-                        now: row.try_get(14)?,
+                        held: row.try_get(9)?,
+                        settled: row.try_get(10)?,
+                        status: row.try_get(11)?,
+                        token: row.try_get(12)?,
+                        request: row.try_get::<Vec<u8>, _>(13)?.into(),
+                        result: row.try_get::<Option<Vec<u8>>, _>(14)?.map(Bytes::from),
+                        now: row.try_get(15)?,
                     })
                 };
                 Box::pin(async move { rows.await?.iter().map(read).collect() })
@@ -261,6 +273,7 @@ statements!(
         now: "(CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)",
         purge: "DELETE FROM {table} WHERE reference IN ({due})",
         take_turns: "UPDATE {table} SET turn = {now} WHERE reference IN ({waiting}) RETURNING reference",
+        stored: "CAST($2 AS TEXT)",
         schema: include_str!("sqlite.sql"),
     },
     create_in_sqlite
@@ -275,6 +288,7 @@ statements!(
         // next purge.
         purge: "DELETE FROM {table} WHERE reference = ANY (ARRAY({due} FOR UPDATE SKIP LOCKED)) AND state <> 1",
         take_turns: "UPDATE {table} SET turn = {now} WHERE reference = ANY (ARRAY({waiting} FOR UPDATE SKIP LOCKED)) AND state = 1 RETURNING reference",
+        stored: "convert_from($2, 'UTF8')",
         schema: include_str!("postgres.sql"),
     },
     create_in_postgres

@@ -28,12 +28,13 @@ pub struct Entry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum EntryState {
-    /// Nobody can say yet whether it has had its effect: it is to be sent, or sent again.
+    /// Nobody can say yet whether it has had its effect: it is to be sent, or sent again, unless it is
+    /// [overdue](Entry::is_overdue) or [held](Entry::is_held).
     Pending,
     /// It has had its effect: the server has said so, by a 2xx, a 303 or the replay of any 3xx.
     Done,
     /// It has had no effect: the server has refused it with a 4xx, and that either was the replay of its record or
-    /// came to the only attempt that was ever made. 408, 409, 425, 429 and 499 do not say that much. A refusal after
+    /// came to the only attempt that was ever counted since it was begun or reopened. 408, 409, 425, 429 and 499 do not say that much. A refusal after
     /// an attempt whose answer was lost says nothing of that attempt.
     Failed,
 }
@@ -103,20 +104,34 @@ impl Entry {
         Timestamp::from_micros(self.row.begun)
     }
 
-    /// How many attempts were made, or were about to be made when the process died.
+    /// How many attempts were counted since it was begun, or last [reopened](super::Outbox::reopen). Each is counted
+    /// before it is made. So this includes one that was never sent: because the process died, because the
+    /// [hook](crate::client::RetryLayer::before_attempt) failed, or because the count took too long and was given up,
+    /// and took place later. A refusal that comes after such a one is
+    /// [inconclusive](crate::client::Undelivered::Inconclusive), for nobody can tell it from one that was sent.
     pub fn attempts(&self) -> u64 {
         u64::try_from(self.row.attempts).unwrap_or_default()
     }
 
-    /// When the last attempt was made.
+    /// When the last attempt was counted.
     pub fn last_attempt(&self) -> Option<Timestamp> {
         self.row.attempted.map(Timestamp::from_micros)
     }
 
-    /// Until when [`resume`](crate::client::Relay::resume) leaves it, because the server wants it no sooner. `None` where
-    /// it says nothing. An explicit [`send`](crate::client::Relay::send) does not wait for it.
+    /// Until when [`resume`](crate::client::Relay::resume) leaves it, because the server wants it no sooner: the latest
+    /// that an answer has named, which may be past. `None` where none has. An explicit
+    /// [`send`](crate::client::Relay::send) does not wait for it. Where it lies beyond the time that the operation may
+    /// be sent, that turns overdue without another attempt.
     pub fn not_before(&self) -> Option<Timestamp> {
         self.row.not_before.map(Timestamp::from_micros)
+    }
+
+    /// Whether it is pending and nobody sends it, because the server has run it without a record
+    /// (`Idempotency-Status: unprotected`) and its end is not recorded here: sent again, it would run again. Look up
+    /// what became of it, and [`settle`](super::Outbox::settle) it; or, if it has had no effect,
+    /// [`reopen`](super::Outbox::reopen) it. It may be overdue as well.
+    pub fn is_held(&self) -> bool {
+        self.state == EntryState::Pending && self.row.held.is_some()
     }
 
     /// Since when it is done or failed.
@@ -139,7 +154,7 @@ impl Entry {
     /// [`Damaged`](super::OutboxErrorKind::Damaged) when it is not what was written.
     pub fn operation(&self) -> Result<Operation, OutboxError> {
         let texts = [&self.row.reference, &self.row.method, &self.row.uri];
-        if texts.into_iter().any(|text| !text.is_sound) {
+        if texts.into_iter().any(|text| !text.is_sound()) {
             return Err(OutboxError::damaged());
         }
         let request = self
@@ -182,6 +197,25 @@ impl Entry {
         }
     }
 
+    /// Whether the attempt of this number is among those counted, and not one from before a reopening.
+    pub(in crate::client) fn has_counted(&self, number: i64) -> bool {
+        self.row.attempts >= number
+    }
+
+    /// As it would be read when its time is over.
+    pub(in crate::client) fn at_its_end(mut self) -> Self {
+        // Rounded up, since a window may have parts of a microsecond.
+        let window = self.window.as_micros().saturating_add(1);
+        let window = i64::try_from(window).unwrap_or(i64::MAX);
+        self.row.now = self.row.now.max(self.row.begun.saturating_add(window));
+        self
+    }
+
+    /// What is stored of its reference.
+    pub(super) fn stored_reference(&self) -> &[u8] {
+        self.row.reference.stored()
+    }
+
     pub(super) fn token(&self) -> &[u8] {
         &self.row.token
     }
@@ -196,6 +230,7 @@ impl fmt::Debug for Entry {
         f.debug_struct("Entry")
             .field("state", &self.state)
             .field("is_overdue", &self.is_overdue())
+            .field("is_held", &self.is_held())
             .field("attempts", &self.attempts())
             .field("status", &self.status())
             .finish_non_exhaustive()
@@ -242,6 +277,8 @@ pub struct OutboxCounts {
     pub pending: u64,
     /// Pending for longer than they may be sent: somebody has to look up what became of them.
     pub overdue: u64,
+    /// [Held](Entry::is_held), and not overdue yet: the same.
+    pub held: u64,
     /// Done, and not purged yet.
     pub done: u64,
     /// Failed, and not purged yet.

@@ -5,6 +5,7 @@
 --   state       1 pending, 2 done, 3 failed
 --   turn        when it was last looked at to be sent: whoever has waited longest comes first
 --   not_before  the server asked not to be tried again until then
+--   held        since when nobody sends it, because the server ran it without a record
 --   token       of its beginning, or of its last reopening: an answer to what was sent before changes nothing
 --   request     headers and body, plain (first byte 1) or sealed (2)
 --   result      the answer, plain (1) or sealed (2); status is there also where no answer was kept
@@ -20,6 +21,7 @@ CREATE TABLE IF NOT EXISTS "{table}" (
     attempts   bigint NOT NULL,
     attempted  bigint,
     not_before bigint,
+    held       bigint,
     settled    bigint,
     status     bigint,
     token      bytea  NOT NULL,

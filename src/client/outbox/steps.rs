@@ -22,7 +22,7 @@ pub(in crate::client) struct Turn {
 impl Turn {
     fn of(reference: Text) -> Self {
         Self {
-            is_sound: reference.is_sound && check_reference(&reference.shown).is_ok(),
+            is_sound: reference.is_sound() && check_reference(&reference.shown).is_ok(),
             reference: reference.shown,
         }
     }
@@ -36,6 +36,8 @@ pub(in crate::client) struct End<'a> {
     pub(in crate::client) answer: Option<&'a Response<Bytes>>,
     /// It is only true if no other attempt was ever counted.
     pub(in crate::client) only_attempt: bool,
+    /// Somebody has looked it up.
+    pub(in crate::client) by_hand: bool,
 }
 
 impl<DB: OutboxDatabase> Outbox<DB> {
@@ -56,6 +58,7 @@ impl<DB: OutboxDatabase> Outbox<DB> {
             Value::Number(end.status.map(|status| i64::from(status.as_u16()))),
             Value::Bytes(self.kept(entry, end)),
             Value::Number(Some(attempts)),
+            Value::Number(Some(i64::from(end.by_hand))),
         ];
         let rows = DB::pool_rows(&self.pool, &self.texts.settle, values).await?;
         if let Some(written) = self.first(rows)? {
@@ -91,7 +94,24 @@ impl<DB: OutboxDatabase> Outbox<DB> {
         Ok(counted.and_then(|counted| counted.first().copied()))
     }
 
-    /// Keeps [`resume`](crate::client::Relay::resume) from sending it for so long.
+    /// Marks it as one that the server has run without a record, so that nobody sends it; answers what is there then.
+    pub(in crate::client) async fn hold(&self, entry: &Entry) -> Result<Entry, OutboxError> {
+        let key = entry.key();
+        let values = vec![
+            Value::Text(entry.reference().to_owned()),
+            Value::Bytes(Some(key.as_bytes().to_vec())),
+        ];
+        let rows = DB::pool_rows(&self.pool, &self.texts.hold, values).await?;
+        if let Some(held) = self.first(rows)? {
+            return Ok(held);
+        }
+        let found = self.find(entry.reference()).await?;
+        let found = found.filter(|found| found.key() == key);
+        found.ok_or_else(OutboxError::missing)
+    }
+
+    /// Keeps [`resume`](crate::client::Relay::resume) from sending it for so long, or longer if
+    /// that was asked for before.
     pub(in crate::client) async fn defer(
         &self,
         entry: &Entry,

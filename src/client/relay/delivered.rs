@@ -17,6 +17,7 @@ use crate::client::{Entry, EntryState, OutboxError, Unanswered};
 pub struct Delivered {
     entry: Entry,
     state: EntryState,
+    status: Option<StatusCode>,
     response: Option<Response<Body>>,
     unrecorded: Option<OutboxError>,
 }
@@ -27,6 +28,7 @@ impl Delivered {
         let response = entry.result()?.map(|response| response.map(Body::from));
         Ok(Self {
             state: entry.state(),
+            status: entry.status(),
             response,
             unrecorded: None,
             entry,
@@ -36,7 +38,7 @@ impl Delivered {
     /// What the server says.
     pub(super) fn fresh(
         entry: Entry,
-        state: EntryState,
+        (state, status): (EntryState, StatusCode),
         response: Option<Response<Body>>,
         recorded: Result<Entry, OutboxError>,
     ) -> Self {
@@ -47,9 +49,16 @@ impl Delivered {
         Self {
             entry,
             state,
+            status: Some(status),
             response,
             unrecorded,
         }
+    }
+
+    /// The row as it was read after the end could not be recorded.
+    pub(super) fn with_entry(mut self, entry: Entry) -> Self {
+        self.entry = entry;
+        self
     }
 
     /// [`Done`](EntryState::Done) or [`Failed`](EntryState::Failed), as the answer says.
@@ -65,8 +74,7 @@ impl Delivered {
 
     /// The status of the answer, also where there is nothing more of it.
     pub fn status(&self) -> Option<StatusCode> {
-        let answered = self.response.as_ref().map(Response::status);
-        answered.or_else(|| self.entry.status())
+        self.status
     }
 
     /// The answer. One that the client just got has an [`Answered`](crate::client::Answered) among its extensions.
@@ -80,7 +88,9 @@ impl Delivered {
         self.response
     }
 
-    /// Why the end could not be recorded, if so. The operation is still pending then.
+    /// Why the end could not be recorded, if so. The operation is still pending then, and sent again for the server's
+    /// replay; but for one that the server ran without a record, which is [held](Entry::is_held):
+    /// [`settle`](crate::client::Outbox::settle) it.
     pub fn unrecorded(&self) -> Option<&OutboxError> {
         self.unrecorded.as_ref()
     }
@@ -112,6 +122,7 @@ pub struct Inconclusive {
     head: Parts,
     // Errors can be shared between threads, and bodies cannot.
     body: Mutex<Body>,
+    unheld: Option<OutboxError>,
 }
 
 impl Inconclusive {
@@ -121,12 +132,35 @@ impl Inconclusive {
             entry,
             head,
             body: Mutex::new(body),
+            unheld: None,
         })
     }
 
-    /// The row as it was when the last attempt was made: pending.
+    /// One that the server ran without a record.
+    pub(super) fn held(
+        entry: Entry,
+        response: Response<Body>,
+        held: Result<Entry, OutboxError>,
+    ) -> Box<Self> {
+        let (entry, unheld) = match held {
+            Ok(held) => (held, None),
+            Err(error) => (entry, Some(error)),
+        };
+        let mut told = Self::new(entry, response);
+        told.unheld = unheld;
+        told
+    }
+
+    /// The row as it was when the last attempt was made; or, where the server ran that without a record, as it was
+    /// afterwards: [held](Entry::is_held).
     pub fn entry(&self) -> &Entry {
         &self.entry
+    }
+
+    /// Why the operation could not be [held](Entry::is_held), though the server ran it without a record. It would be
+    /// sent again, and run again: [`settle`](crate::client::Outbox::settle) it before that.
+    pub fn unheld(&self) -> Option<&OutboxError> {
+        self.unheld.as_ref()
     }
 
     /// The status of the answer.
@@ -151,6 +185,7 @@ impl fmt::Debug for Inconclusive {
         f.debug_struct("Inconclusive")
             .field("status", &self.status())
             .field("entry", &self.entry)
+            .field("unheld", &self.unheld)
             .finish_non_exhaustive()
     }
 }
@@ -162,13 +197,18 @@ impl fmt::Debug for Inconclusive {
 #[non_exhaustive]
 pub enum Undelivered {
     /// There is no answer. It is still pending, unless [`Reused`](Unanswered::Reused) came to the only attempt that
-    /// was ever made: then it is recorded as failed.
+    /// was counted since it was begun or reopened: then it is recorded as failed.
     Unanswered(Unanswered),
     /// There is an answer, and it does not tell whether the operation has had its effect: a redirect, a status that
     /// no record stands behind, or a refusal that says nothing of earlier attempts. It is still pending: send it again
     /// once what it was refused for is mended, or look up the true state and
-    /// [`settle`](crate::client::Outbox::settle) it.
+    /// [`settle`](crate::client::Outbox::settle) it. One that the server ran without a record is
+    /// [held](Self::Held) from now on.
     Inconclusive(Box<Inconclusive>),
+    /// The server has run it without a record, in an attempt that was made before or by another relay: it is not sent,
+    /// since it would run again. Look up what became of it, and [`settle`](crate::client::Outbox::settle) it, or
+    /// [`reopen`](crate::client::Outbox::reopen) it if it has had no effect.
+    Held(Box<Entry>),
     /// It is older than the server keeps its key, and is not sent any more. Look up what became of it, and
     /// [`settle`](crate::client::Outbox::settle) it.
     #[non_exhaustive]
@@ -201,6 +241,9 @@ impl fmt::Display for Undelivered {
                 "the answer ({}) does not tell whether the operation has had its effect: look up the true state and settle it, or send it again",
                 inconclusive.status().as_u16()
             ),
+            Self::Held(_) => f.write_str(
+                "the server has run the operation without a record, and it is not sent again: look up the true state, and settle or reopen it",
+            ),
             Self::Overdue { after: None, .. } => f.write_str(
                 "the operation is older than the server keeps its key, and is not sent: look up the true state, and settle it",
             ),
@@ -221,7 +264,7 @@ impl Error for Undelivered {
             Self::Unanswered(unanswered) => unanswered.source(),
             Self::Outbox(error) => error.source(),
             Self::Overdue { after, .. } => after.as_ref().and_then(Error::source),
-            Self::Inconclusive(_) | Self::Differs(_) => None,
+            Self::Inconclusive(_) | Self::Held(_) | Self::Differs(_) => None,
         }
     }
 }
@@ -238,8 +281,12 @@ pub struct Resumed {
     pub failed: Vec<Entry>,
     /// Tried, and still pending, or recorded by nobody; and those whose rows cannot be read.
     pub pending: Vec<Unfinished>,
-    /// Not sent, because the server may have forgotten their keys: look up what became of each, and
-    /// [`settle`](crate::client::Outbox::settle) it.
+    /// Not sent, because the server has run them without a record: look up what became of each, and
+    /// [`settle`](crate::client::Outbox::settle) it, or [`reopen`](crate::client::Outbox::reopen) it if it has had no
+    /// effect. One that this run has found out about stands among [`pending`](Self::pending), with its answer.
+    pub held: Vec<Entry>,
+    /// Not sent any more, because the server may have forgotten their keys: look up what became of each, and
+    /// [`settle`](crate::client::Outbox::settle) it. So are those that this run has tried, and that are too old now.
     pub overdue: Vec<Entry>,
 }
 

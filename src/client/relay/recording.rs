@@ -1,6 +1,6 @@
 //! What an end is recorded as.
 
-use std::time::Duration;
+use std::{future::Future, time::Duration};
 
 use axum::body::Body;
 use bytes::Bytes;
@@ -15,8 +15,10 @@ use crate::{
     body::{Captured, capture_response},
     client::{
         Answered, Entry, EntryState, OutboxDatabase, OutboxError, OutboxErrorKind, Unanswered,
+        hint::hint,
         judgement::is_unprotected,
         outbox::{End, MAX_RESULT_LEN},
+        refusal::Refusal,
     },
     execution::is_stream,
     maintenance::jittered,
@@ -40,15 +42,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         let answered = response.extensions().get::<Answered>();
         let weight = weight(number, answered.is_some_and(|answered| answered.replayed));
         let Some(state) = verdict(response.status(), weight) else {
-            let (head, body) = response.into_parts();
-            if is_unprotected(&head) {
-                // The server would run it once more. Nobody resumes it from now on, and it is overdue in the end.
-                self.defer(&entry, Duration::MAX).await;
-            }
-            let response = Response::from_parts(head, body);
-            return Err(Undelivered::Inconclusive(Inconclusive::new(
-                entry, response,
-            )));
+            return Err(self.inconclusive(entry, response).await);
         };
         let (head, body) = response.into_parts();
         let (data, body) = captured(&head, body).await;
@@ -58,16 +52,49 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
             status: Some(head.status),
             answer: answer.as_ref(),
             only_attempt: is_only_told_by_number(state, weight),
+            by_hand: false,
         };
         let recorded = self.record(&entry, &end).await;
+        let (status, is_unprotected) = (head.status, is_unprotected(&head));
         let response = Response::from_parts(head, body);
         match recorded {
-            // Another attempt was counted meanwhile.
-            Ok(entry) if entry.state() == EntryState::Pending => Err(Undelivered::Inconclusive(
-                Inconclusive::new(entry, response),
-            )),
-            recorded => Ok(Delivered::fresh(entry, state, Some(response), recorded)),
+            // Another attempt was counted meanwhile, or ran without a record.
+            Ok(entry) if entry.state() == EntryState::Pending => {
+                Err(self.inconclusive(entry, response).await)
+            }
+            recorded => {
+                let is_recorded = recorded.is_ok();
+                let ended = (state, status);
+                let delivered = Delivered::fresh(entry, ended, Some(response), recorded);
+                if is_recorded || !is_unprotected {
+                    return Ok(delivered);
+                }
+                // There is no replay to be had.
+                Ok(match self.hold(delivered.entry()).await {
+                    Ok(held) => delivered.with_entry(held),
+                    Err(_) => delivered,
+                })
+            }
         }
+    }
+
+    /// What does not tell how it ended. If it ran without a record, the server would run it once more: nobody sends it
+    /// from now on.
+    async fn inconclusive(&self, entry: Entry, response: Response<Body>) -> Undelivered {
+        let (head, body) = response.into_parts();
+        let is_unprotected = is_unprotected(&head);
+        let hint = hint(&head.headers, &Refusal::default());
+        let response = Response::from_parts(head, body);
+        Undelivered::Inconclusive(match is_unprotected {
+            true => {
+                let held = self.hold(&entry).await;
+                Inconclusive::held(entry, response, held)
+            }
+            false => {
+                self.defer(&entry, hint).await;
+                Inconclusive::new(entry, response)
+            }
+        })
     }
 
     pub(super) async fn unanswered(
@@ -92,6 +119,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
                     status: ended.response().map(Response::status),
                     answer: ended.response(),
                     only_attempt: true,
+                    by_hand: false,
                 };
                 // If it cannot be recorded, the next attempt is told the same.
                 let _ = self.record(&entry, &end).await;
@@ -99,9 +127,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
             // The server does not say how it ended, so it is not for us to say either.
             _ => {}
         }
-        if let Some(hint) = unanswered.retry_after().filter(|hint| !hint.is_zero()) {
-            self.defer(&entry, hint).await;
-        }
+        self.defer(&entry, unanswered.retry_after()).await;
         Err(Undelivered::Unanswered(unanswered))
     }
 
@@ -112,23 +138,47 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
             status: Some(status),
             answer: None,
             only_attempt: false,
+            by_hand: false,
         };
         let recorded = self.record(entry, &end).await;
-        Some(Delivered::fresh(entry.clone(), state, None, recorded))
+        // Another attempt ran without a record, of which this says nothing.
+        if let Ok(found) = &recorded
+            && found.state() == EntryState::Pending
+        {
+            return None;
+        }
+        let (entry, ended) = (entry.clone(), (state, status));
+        Some(Delivered::fresh(entry, ended, None, recorded))
     }
 
-    /// If it cannot be written, it is sent sooner than the server likes, and told the same again.
-    async fn defer(&self, entry: &Entry, by: Duration) {
-        let _ = in_time(self.statement_timeout, self.outbox.defer(entry, by)).await;
+    /// Until the server wants it again. If it cannot be written, it is sent sooner than the server likes, and told the
+    /// same again.
+    pub(super) async fn defer(&self, entry: &Entry, hint: Option<Duration>) {
+        if let Some(hint) = hint.filter(|hint| !hint.is_zero()) {
+            let _ = in_time(self.statement_timeout, self.outbox.defer(entry, hint)).await;
+        }
     }
 
-    /// Records an end, again and again while the database is out of reach, for about three seconds besides what the
-    /// tries take; where they take long, no further one is begun after twice the time of a statement.
+    /// Records that it ran without a record, as an end is recorded.
+    async fn hold(&self, entry: &Entry) -> Result<Entry, OutboxError> {
+        self.persistently(|| self.outbox.hold(entry)).await
+    }
+
+    /// Records an end.
     async fn record(&self, entry: &Entry, end: &End<'_>) -> Result<Entry, OutboxError> {
+        self.persistently(|| self.outbox.record(entry, end)).await
+    }
+
+    /// Carries a statement out, again and again while the database is out of reach, for about three seconds besides what the
+    /// tries take; where they take long, no further one is begun after twice the time of a statement.
+    async fn persistently<F>(&self, statement: impl Fn() -> F) -> Result<Entry, OutboxError>
+    where
+        F: Future<Output = Result<Entry, OutboxError>>,
+    {
         let begun = Instant::now();
         let mut tries = 0;
         loop {
-            let recorded = in_time(self.statement_timeout, self.outbox.record(entry, end)).await;
+            let recorded = in_time(self.statement_timeout, statement()).await;
             tries += 1;
             let is_over = tries == RECORD_TRIES
                 || begun.elapsed() >= self.statement_timeout.saturating_mul(2);

@@ -11,7 +11,7 @@ use super::{Delivered, Relay, Resumed, Undelivered, Unfinished, in_time, line::L
 #[cfg(doc)]
 use crate::client::Outbox;
 use crate::client::{
-    Entry, EntryState, OutboxDatabase, OutboxError, OutboxErrorKind, Unanswered, outbox::Turn,
+    Entry, EntryState, OutboxDatabase, OutboxError, OutboxErrorKind, outbox::Turn,
 };
 
 impl<DB: OutboxDatabase, S> Relay<DB, S> {
@@ -22,7 +22,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// One that cannot be read, because its sealing key is missing or its row damaged, stops nobody else, is not
     /// counted, and stands among [`pending`](Resumed::pending) with the reason; not more than twice `limit` are looked
     /// at in all. What is overdue already is not sent, and stands in [`overdue`](Resumed::overdue), at most so many
-    /// again.
+    /// again; and what is held in [`held`](Resumed::held), at most so many.
     ///
     /// # Errors
     ///
@@ -42,8 +42,10 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         RB::Error: Into<BoxError>,
     {
         let overdue = in_time(self.statement_timeout, self.outbox.overdue(limit)).await?;
+        let held = in_time(self.statement_timeout, self.outbox.held(limit)).await?;
         let since = in_time(self.statement_timeout, self.outbox.now()).await?;
         let mut resumed = Resumed {
+            held,
             overdue,
             ..Resumed::default()
         };
@@ -95,14 +97,23 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
             },
             Err(why) => why,
         };
-        if let Undelivered::Unanswered(Unanswered::Reused(_)) = &why
-            && let Ok(Some(entry)) =
-                in_time(self.statement_timeout, self.outbox.find(&reference)).await
-            && entry.state() == EntryState::Failed
-        {
-            return Became::Settled(Box::new(entry));
+        match why {
+            Undelivered::Held(entry) => return Became::Held(entry),
+            Undelivered::Overdue { entry, .. } => return Became::Overdue(entry),
+            _ => {}
         }
-        Became::Unfinished(Unfinished { reference, why })
+        let unfinished = Unfinished { reference, why };
+        if !unfinished.is_read() {
+            return Became::Unfinished(unfinished);
+        }
+        // Somebody else may have settled it meanwhile; or it has failed, by a key that was used before.
+        let found = self.outbox.find(&unfinished.reference);
+        match in_time(self.statement_timeout, found).await {
+            Ok(Some(entry)) if entry.state() != EntryState::Pending => {
+                Became::Settled(Box::new(entry))
+            }
+            _ => Became::Unfinished(unfinished),
+        }
     }
 }
 
@@ -112,19 +123,10 @@ enum Step {
     Turns(Result<Vec<Turn>, OutboxError>),
 }
 
-/// What became of one operation of many.
-enum Became {
-    Settled(Box<Entry>),
-    Unfinished(Unfinished),
-}
-
-impl Became {
-    /// Whether it was read at all.
-    fn is_tried(&self) -> bool {
-        let Self::Unfinished(unfinished) = self else {
-            return true;
-        };
-        let Undelivered::Outbox(error) = &unfinished.why else {
+impl Unfinished {
+    /// Whether its row could be read.
+    fn is_read(&self) -> bool {
+        let Undelivered::Outbox(error) = &self.why else {
             return true;
         };
         !matches!(
@@ -132,11 +134,31 @@ impl Became {
             OutboxErrorKind::Keys | OutboxErrorKind::Damaged
         )
     }
+}
+
+/// What became of one operation of many.
+enum Became {
+    Settled(Box<Entry>),
+    Held(Box<Entry>),
+    Overdue(Box<Entry>),
+    Unfinished(Unfinished),
+}
+
+impl Became {
+    /// Whether it was read at all.
+    fn is_tried(&self) -> bool {
+        match self {
+            Self::Unfinished(unfinished) => unfinished.is_read(),
+            Self::Settled(_) | Self::Held(_) | Self::Overdue(_) => true,
+        }
+    }
 
     fn goes_into(self, resumed: &mut Resumed) {
         match self {
             Self::Settled(entry) if entry.state() == EntryState::Done => resumed.done.push(*entry),
             Self::Settled(entry) => resumed.failed.push(*entry),
+            Self::Held(entry) => resumed.held.push(*entry),
+            Self::Overdue(entry) => resumed.overdue.push(*entry),
             Self::Unfinished(unfinished) => resumed.pending.push(unfinished),
         }
     }

@@ -35,6 +35,8 @@ pub(super) struct Counted {
 pub(super) enum Stop {
     /// Somebody else has settled it.
     Settled(Box<Entry>),
+    /// Another attempt ran without a record.
+    Held(Box<Entry>),
     Overdue(Box<Entry>),
     Failed(OutboxError),
 }
@@ -96,7 +98,8 @@ impl<'a, DB: OutboxDatabase> Rows<'a, DB> {
         let mut limit = Limit::from_now();
         let entry = self.read().await?;
         // One that was settled and reopened in between.
-        let attempts = counted.ok_or_else(|| Stop::Failed(OutboxError::reopened()))?;
+        let attempts = counted.filter(|counted| entry.has_counted(*counted));
+        let attempts = attempts.ok_or_else(|| Stop::Failed(OutboxError::reopened()))?;
         let operation = entry.operation().map_err(Stop::Failed)?;
         limit.left = entry.left();
         self.counted = Some(Counted {
@@ -118,6 +121,7 @@ impl<'a, DB: OutboxDatabase> Rows<'a, DB> {
         let entry = found.filter(|found| found.key() == self.key);
         let entry = entry.ok_or_else(|| Stop::Failed(OutboxError::missing()))?;
         match entry.state() {
+            EntryState::Pending if entry.is_held() => Err(Stop::Held(Box::new(entry))),
             EntryState::Pending if entry.is_overdue() => Err(Stop::Overdue(Box::new(entry))),
             EntryState::Pending => Ok(entry),
             EntryState::Done | EntryState::Failed => Err(Stop::Settled(Box::new(entry))),
@@ -137,6 +141,7 @@ impl<DB: OutboxDatabase> Source for &mut Rows<'_, DB> {
         };
         let why = NotSent::new(match stopped {
             Stop::Settled(_) => "somebody else has settled the operation",
+            Stop::Held(_) => "the server has run the operation without a record",
             Stop::Overdue(_) => "the operation is older than the server keeps its key",
             Stop::Failed(_) => "the operation cannot be read from the outbox",
         });
@@ -150,7 +155,8 @@ impl<DB: OutboxDatabase> Source for &mut Rows<'_, DB> {
         };
         let is_over = counted.limit.is_over();
         if is_over {
-            self.stopped = Some(Stop::Overdue(Box::new(counted.entry.clone())));
+            let entry = counted.entry.clone().at_its_end();
+            self.stopped = Some(Stop::Overdue(Box::new(entry)));
         }
         !is_over
     }
