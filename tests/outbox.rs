@@ -15,6 +15,8 @@ mod held;
 mod killed;
 #[path = "outbox/late.rs"]
 mod late;
+#[path = "outbox/late_answers.rs"]
+mod late_answers;
 #[path = "outbox/relayed.rs"]
 mod relayed;
 #[cfg(feature = "sealing")]

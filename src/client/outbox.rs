@@ -318,10 +318,17 @@ impl<DB: OutboxDatabase> Outbox<DB> {
         let (text, values) = match after {
             None => (&self.texts.list, vec![state, number(limit)]),
             // Not what is shown of it: that of a damaged one may come before it.
-            Some(last) => {
-                let last = Value::Bytes(Some(last.stored_reference().to_vec()));
-                (&self.texts.list_after, vec![state, last, number(limit)])
-            }
+            Some(last) => match std::str::from_utf8(last.stored_reference()) {
+                Ok(last) => {
+                    let last = Value::Text(last.to_owned());
+                    (&self.texts.list_after, vec![state, last, number(limit)])
+                }
+                Err(_) => {
+                    let last = Value::Bytes(Some(last.stored_reference().to_vec()));
+                    let text = &self.texts.list_after_damaged;
+                    (text, vec![state, last, number(limit)])
+                }
+            },
         };
         let rows = DB::pool_rows(&self.pool, text, values).await?;
         self.all(rows)

@@ -35,7 +35,7 @@ use crate::bounded::within;
 /// | end | recorded | given back |
 /// | --- | --- | --- |
 /// | an answer of 2xx or 303, or the replay of any 3xx | done, with the answer | [`Delivered`] |
-/// | an answer of 4xx other than 408, 409, 425, 429 and 499, which is a replay, or came to the only attempt that was counted since this operation was begun or reopened (see [`Entry::attempts`]), and no attempt ran without a record | failed, with the answer: it has had no effect | [`Delivered`] |
+/// | an answer of 4xx other than 408, 409, 425, 429 and 499, which is a replay, or came to the only attempt that was counted since this operation was begun or reopened (see [`Entry::attempts`]), and no other attempt ran without a record | failed, with the answer: it has had no effect | [`Delivered`] |
 /// | every other answer: a redirect, a 5xx replayed or not, a refusal after attempts whose outcome nobody knows | nothing: it stays pending | [`Undelivered::Inconclusive`] |
 /// | [`NotRetained`](Unanswered::NotRetained) with a status of 2xx or 3xx, or of such a 4xx | done or failed by that status, without an answer | [`Delivered`] |
 /// | [`Reused`](Unanswered::Reused) at the only attempt that was so counted | failed: the server has seen this key with another request, which is a mistake to be looked at | [`Undelivered::Unanswered`] |
@@ -228,7 +228,9 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     ///
     /// # Cancel safety
     ///
-    /// Dropped, it may have been sent or not, and stays pending unless its end was recorded. Send it again.
+    /// Dropped, it may have been sent or not, and stays pending unless its end was recorded. Send it again. (Where the server
+    /// runs requests without a record while its store is away, look the true state up before: what was dropped while it
+    /// was to be recorded is not held either.)
     pub async fn send<B, RB>(&self, reference: &str) -> Result<Delivered, Undelivered>
     where
         S: Service<Request<B>, Response = Response<RB>> + Clone + Send,

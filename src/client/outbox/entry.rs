@@ -119,7 +119,7 @@ impl Entry {
     }
 
     /// Until when [`resume`](crate::client::Relay::resume) leaves it, because the server wants it no sooner: the latest
-    /// that an answer has named, which may be past. `None` where none has. An explicit
+    /// that an answer has named, which may be past. `None` where none has, and after it was settled or reopened. An explicit
     /// [`send`](crate::client::Relay::send) does not wait for it. Where it lies beyond the time that the operation may
     /// be sent, that turns overdue without another attempt.
     pub fn not_before(&self) -> Option<Timestamp> {

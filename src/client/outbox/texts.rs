@@ -22,6 +22,7 @@ pub(super) struct Texts {
     pub(super) find: SqlStr,
     pub(super) list: SqlStr,
     pub(super) list_after: SqlStr,
+    pub(super) list_after_damaged: SqlStr,
     pub(super) pending: SqlStr,
     pub(super) overdue: SqlStr,
     pub(super) held: SqlStr,
@@ -92,9 +93,11 @@ const DEFER: &str = "UPDATE {table} SET not_before = {now} + $3
 WHERE reference = $1 AND token = $2 AND state = 1
 AND (not_before IS NULL OR not_before < {now} + $3)";
 
-/// By the key, whatever was reopened since this was sent: the server has run it.
-const HOLD: &str = "UPDATE {table} SET held = {now}
-WHERE reference = $1 AND key = $2 AND state = 1 AND held IS NULL
+/// By the key, whatever was reopened since this was sent: the server has run it. What was said to have failed has not,
+/// as far as anybody knows.
+const HOLD: &str = "UPDATE {table}
+SET held = {now}, state = 1, settled = NULL, status = NULL, result = NULL
+WHERE reference = $1 AND key = $2 AND (state = 3 OR state = 1 AND held IS NULL)
 RETURNING {columns}";
 
 /// Forwards only: what is done stays done, and what failed may turn out to be done. That it failed says nothing of the
@@ -140,7 +143,8 @@ impl Texts {
             begin: fill(BEGIN),
             find: fill(FIND),
             list: fill(LIST),
-            list_after: fill(LIST_AFTER),
+            list_after: fill(&LIST_AFTER.replace("{stored}", "$2")),
+            list_after_damaged: fill(LIST_AFTER),
             pending: fill(PENDING),
             overdue: fill(OVERDUE),
             held: fill(HELD),

@@ -20,6 +20,7 @@ pub struct Delivered {
     status: Option<StatusCode>,
     response: Option<Response<Body>>,
     unrecorded: Option<OutboxError>,
+    unheld: Option<OutboxError>,
 }
 
 impl Delivered {
@@ -31,6 +32,7 @@ impl Delivered {
             status: entry.status(),
             response,
             unrecorded: None,
+            unheld: None,
             entry,
         })
     }
@@ -52,12 +54,16 @@ impl Delivered {
             status: Some(status),
             response,
             unrecorded,
+            unheld: None,
         }
     }
 
-    /// The row as it was read after the end could not be recorded.
-    pub(super) fn with_entry(mut self, entry: Entry) -> Self {
-        self.entry = entry;
+    /// Whether it could be held, after its end could not be recorded.
+    pub(super) fn held(mut self, held: Result<Entry, OutboxError>) -> Self {
+        match held {
+            Ok(entry) => self.entry = entry,
+            Err(error) => self.unheld = Some(error),
+        }
         self
     }
 
@@ -89,17 +95,30 @@ impl Delivered {
     }
 
     /// Why the end could not be recorded, if so. The operation is still pending then, and sent again for the server's
-    /// replay; but for one that the server ran without a record, which is [held](Entry::is_held):
-    /// [`settle`](crate::client::Outbox::settle) it.
+    /// replay; but for one that the server ran without a record, which is [held](Entry::is_held), unless
+    /// [`unheld`](Self::unheld) says otherwise: [`settle`](crate::client::Outbox::settle) it.
     pub fn unrecorded(&self) -> Option<&OutboxError> {
         self.unrecorded.as_ref()
     }
 
-    pub(super) fn into_recorded(self) -> Result<Entry, OutboxError> {
-        match self.unrecorded {
-            None => Ok(self.entry),
-            Some(error) => Err(error),
-        }
+    /// Why an operation could not even be [held](Entry::is_held) that the server ran without a record, and whose end
+    /// could not be recorded. It would be sent again, and run again:
+    /// [`settle`](crate::client::Outbox::settle) it before that.
+    pub fn unheld(&self) -> Option<&OutboxError> {
+        self.unheld.as_ref()
+    }
+
+    pub(super) fn into_recorded(self) -> Result<Entry, Undelivered> {
+        let Some(unrecorded) = self.unrecorded else {
+            return Ok(self.entry);
+        };
+        let Some(response) = self.response else {
+            return Err(Undelivered::Outbox(unrecorded));
+        };
+        let mut told = Inconclusive::new(self.entry, response);
+        told.unheld = self.unheld;
+        told.unrecorded = Some(unrecorded);
+        Err(Undelivered::Inconclusive(told))
     }
 }
 
@@ -110,11 +129,14 @@ impl fmt::Debug for Delivered {
             .field("status", &self.status())
             .field("entry", &self.entry)
             .field("unrecorded", &self.unrecorded)
+            .field("unheld", &self.unheld)
             .finish_non_exhaustive()
     }
 }
 
-/// An answer that does not tell whether the operation has had its effect.
+/// An answer that does not tell whether the operation has had its effect; or, in what
+/// [`resume`](super::Relay::resume) reports, one that does and could not be
+/// [recorded](Self::unrecorded).
 ///
 /// `Debug` shows the row as [`Entry`] does, and of the answer its status.
 pub struct Inconclusive {
@@ -123,6 +145,7 @@ pub struct Inconclusive {
     // Errors can be shared between threads, and bodies cannot.
     body: Mutex<Body>,
     unheld: Option<OutboxError>,
+    unrecorded: Option<OutboxError>,
 }
 
 impl Inconclusive {
@@ -133,6 +156,7 @@ impl Inconclusive {
             head,
             body: Mutex::new(body),
             unheld: None,
+            unrecorded: None,
         })
     }
 
@@ -163,6 +187,11 @@ impl Inconclusive {
         self.unheld.as_ref()
     }
 
+    /// Why the end that this answer tells could not be recorded, if that is so.
+    pub fn unrecorded(&self) -> Option<&OutboxError> {
+        self.unrecorded.as_ref()
+    }
+
     /// The status of the answer.
     pub fn status(&self) -> StatusCode {
         self.head.status
@@ -186,6 +215,7 @@ impl fmt::Debug for Inconclusive {
             .field("status", &self.status())
             .field("entry", &self.entry)
             .field("unheld", &self.unheld)
+            .field("unrecorded", &self.unrecorded)
             .finish_non_exhaustive()
     }
 }
@@ -236,6 +266,11 @@ impl fmt::Display for Undelivered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unanswered(unanswered) => unanswered.fmt(f),
+            Self::Inconclusive(inconclusive) if inconclusive.unrecorded.is_some() => write!(
+                f,
+                "the answer ({}) could not be recorded: settle the operation by it, or have it sent again if it is not held",
+                inconclusive.status().as_u16()
+            ),
             Self::Inconclusive(inconclusive) => write!(
                 f,
                 "the answer ({}) does not tell whether the operation has had its effect: look up the true state and settle it, or send it again",

@@ -42,7 +42,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         let answered = response.extensions().get::<Answered>();
         let weight = weight(number, answered.is_some_and(|answered| answered.replayed));
         let Some(state) = verdict(response.status(), weight) else {
-            return Err(self.inconclusive(entry, response).await);
+            return self.inconclusive(entry, response).await;
         };
         let (head, body) = response.into_parts();
         let (data, body) = captured(&head, body).await;
@@ -60,7 +60,7 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         match recorded {
             // Another attempt was counted meanwhile, or ran without a record.
             Ok(entry) if entry.state() == EntryState::Pending => {
-                Err(self.inconclusive(entry, response).await)
+                self.inconclusive(entry, response).await
             }
             recorded => {
                 let is_recorded = recorded.is_ok();
@@ -70,31 +70,36 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
                     return Ok(delivered);
                 }
                 // There is no replay to be had.
-                Ok(match self.hold(delivered.entry()).await {
-                    Ok(held) => delivered.with_entry(held),
-                    Err(_) => delivered,
-                })
+                let held = self.hold(delivered.entry()).await;
+                Ok(delivered.held(held))
             }
         }
     }
 
     /// What does not tell how it ended. If it ran without a record, the server would run it once more: nobody sends it
     /// from now on.
-    async fn inconclusive(&self, entry: Entry, response: Response<Body>) -> Undelivered {
+    async fn inconclusive(
+        &self,
+        entry: Entry,
+        response: Response<Body>,
+    ) -> Result<Delivered, Undelivered> {
         let (head, body) = response.into_parts();
         let is_unprotected = is_unprotected(&head);
         let hint = hint(&head.headers, &Refusal::default());
         let response = Response::from_parts(head, body);
-        Undelivered::Inconclusive(match is_unprotected {
-            true => {
-                let held = self.hold(&entry).await;
-                Inconclusive::held(entry, response, held)
+        if !is_unprotected {
+            self.defer(&entry, hint).await;
+            let told = Inconclusive::new(entry, response);
+            return Err(Undelivered::Inconclusive(told));
+        }
+        match self.hold(&entry).await {
+            // Somebody knows better.
+            Ok(done) if done.state() == EntryState::Done => Delivered::recorded(done),
+            held => {
+                let told = Inconclusive::held(entry, response, held);
+                Err(Undelivered::Inconclusive(told))
             }
-            false => {
-                self.defer(&entry, hint).await;
-                Inconclusive::new(entry, response)
-            }
-        })
+        }
     }
 
     pub(super) async fn unanswered(

@@ -22,7 +22,8 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
     /// One that cannot be read, because its sealing key is missing or its row damaged, stops nobody else, is not
     /// counted, and stands among [`pending`](Resumed::pending) with the reason; not more than twice `limit` are looked
     /// at in all. What is overdue already is not sent, and stands in [`overdue`](Resumed::overdue), at most so many
-    /// again; and what is held in [`held`](Resumed::held), at most so many.
+    /// again; and what is held in [`held`](Resumed::held), at most so many; what is found out on the way comes on top. Always
+    /// the oldest: settle them, or the others are seen in [`counts`](Outbox::counts) only.
     ///
     /// # Errors
     ///
@@ -90,18 +91,12 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
 
     /// What is reported of one of many.
     async fn became(&self, reference: String, sent: Result<Delivered, Undelivered>) -> Became {
-        let why = match sent {
-            Ok(delivered) => match delivered.into_recorded() {
-                Ok(entry) => return Became::Settled(Box::new(entry)),
-                Err(unrecorded) => Undelivered::Outbox(unrecorded),
-            },
+        let told = sent.as_ref().ok().map(Delivered::state);
+        let why = match sent.and_then(Delivered::into_recorded) {
+            Ok(entry) => return Became::Settled(Box::new(entry)),
+            Err(Undelivered::Held(entry)) => return Became::Held(entry),
             Err(why) => why,
         };
-        match why {
-            Undelivered::Held(entry) => return Became::Held(entry),
-            Undelivered::Overdue { entry, .. } => return Became::Overdue(entry),
-            _ => {}
-        }
         let unfinished = Unfinished { reference, why };
         if !unfinished.is_read() {
             return Became::Unfinished(unfinished);
@@ -109,10 +104,19 @@ impl<DB: OutboxDatabase, S> Relay<DB, S> {
         // Somebody else may have settled it meanwhile; or it has failed, by a key that was used before.
         let found = self.outbox.find(&unfinished.reference);
         match in_time(self.statement_timeout, found).await {
-            Ok(Some(entry)) if entry.state() != EntryState::Pending => {
+            // But what this one was told to be done has not failed.
+            Ok(Some(entry)) if entry.state() == EntryState::Done => {
                 Became::Settled(Box::new(entry))
             }
-            _ => Became::Unfinished(unfinished),
+            Ok(Some(entry))
+                if entry.state() == EntryState::Failed && told != Some(EntryState::Done) =>
+            {
+                Became::Settled(Box::new(entry))
+            }
+            _ => match unfinished.why {
+                Undelivered::Overdue { entry, .. } => Became::Overdue(entry),
+                _ => Became::Unfinished(unfinished),
+            },
         }
     }
 }
@@ -154,6 +158,12 @@ impl Became {
     }
 
     fn goes_into(self, resumed: &mut Resumed) {
+        // One that was held before, and reopened during the run.
+        let reference = match &self {
+            Self::Settled(entry) | Self::Held(entry) | Self::Overdue(entry) => entry.reference(),
+            Self::Unfinished(unfinished) => &unfinished.reference,
+        };
+        resumed.held.retain(|held| held.reference() != reference);
         match self {
             Self::Settled(entry) if entry.state() == EntryState::Done => resumed.done.push(*entry),
             Self::Settled(entry) => resumed.failed.push(*entry),
