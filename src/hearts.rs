@@ -4,7 +4,7 @@ use std::{
     collections::{HashMap, HashSet},
     hash::{Hash, Hasher},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -15,7 +15,11 @@ use tokio::{
     time::Instant,
 };
 
-use crate::{live::AsIs, record::Token, store::Ticket};
+use crate::{
+    live::{AsIs, lock},
+    record::Token,
+    store::Ticket,
+};
 
 /// Each runtime from which runs come has a heartbeat of its own: that of another one may end before they do,
 /// or stand still while nobody drives it.
@@ -55,11 +59,6 @@ impl Hearts {
     pub(crate) fn believed(&self) -> MutexGuard<'_, Believed> {
         lock(&self.believed)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No change is ever left half done.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Says that a heart beats, and stops saying so when its task ends, however it ends.

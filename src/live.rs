@@ -452,7 +452,7 @@ impl Drop for Registered {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that can panic runs under these locks, and none leaves half a change behind.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

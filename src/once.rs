@@ -9,7 +9,7 @@ mod task;
 use std::{
     fmt,
     future::Future,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use serde::{Serialize, de::DeserializeOwned};
@@ -27,6 +27,7 @@ use crate::{
 use crate::{
     Fingerprint, Idempotency, IdempotencyKey, IdempotencyLayer, Scope,
     engine::Engine,
+    live::lock,
     options::Options,
     store::{Checkpoints, Inspect},
 };
@@ -552,9 +553,4 @@ impl<S> fmt::Debug for Once<S> {
             .field("layer", &self.layer)
             .finish_non_exhaustive()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No change is ever left half done.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -25,28 +25,22 @@ impl Options {
         observed: &Observed,
     ) -> Response<Body> {
         let decoded = record.response.take().map(RetainedResponse::decode);
-        let mut response = match decoded {
-            Some(Ok(retained)) => retained.into_response(),
+        let retained = match decoded {
+            Some(Ok(retained)) => Ok(retained.into_response()),
             Some(Err(error)) => {
                 observe::damaged_record(&error);
-                // It was done all the same.
-                match self.audience.in_place_of(record.status) {
-                    Some(response) => response,
-                    None => {
-                        return self.refuse(Some(head), &Rejection::StoreUnavailable, observed);
-                    }
-                }
+                Err(Rejection::StoreUnavailable)
             }
-            None => match self.audience.in_place_of(record.status) {
-                Some(response) => response,
-                None => {
-                    let rejection = Rejection::ResponseNotRetained {
-                        status: record.status,
-                        original_request_id: record.request_id,
-                    };
-                    return self.refuse(Some(head), &rejection, observed);
-                }
-            },
+            None => Err(Rejection::ResponseNotRetained {
+                status: record.status,
+                original_request_id: record.request_id.clone(),
+            }),
+        };
+        // Whatever has become of its answer, it was done.
+        let instead = || self.audience.in_place_of(record.status);
+        let mut response = match retained.or_else(|rejection| instead().ok_or(rejection)) {
+            Ok(response) => response,
+            Err(rejection) => return self.refuse(Some(head), &rejection, observed),
         };
         let decision = Decision::replayed(record.request_id.as_deref());
         observe::decided(observed, decision);

@@ -7,7 +7,7 @@ use http::{HeaderName, HeaderValue, request::Parts};
 use uuid::Uuid;
 
 use super::NotSent;
-use crate::{IdempotencyKey, InvalidKey, KeyFormat};
+use crate::{IdempotencyKey, InvalidKey, KeyFormat, options::KEY_HEADER};
 
 type Derive = dyn Fn(&Parts, &Bytes) -> Option<IdempotencyKey> + Send + Sync;
 
@@ -22,7 +22,7 @@ pub(super) struct KeySource {
 impl Default for KeySource {
     fn default() -> Self {
         Self {
-            header_name: HeaderName::from_static("idempotency-key"),
+            header_name: KEY_HEADER,
             is_quoted: false,
             derive: None,
         }

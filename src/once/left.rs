@@ -7,8 +7,8 @@ use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{Done, Failure, OnceError, UnreadableResult, lock};
-use crate::{IdempotencyStatus, Rejection, Retain, observe};
+use super::{Done, Failure, OnceError, UnreadableResult};
+use crate::{IdempotencyStatus, Rejection, Retain, live::lock, observe};
 
 /// What a run has left for the call that began it. Not all of that is recorded: no failure is, nor a result that
 /// cannot be written.

@@ -7,7 +7,7 @@ use sqlx::{Executor, Pool, Row as _, SqlStr};
 use tokio::time::sleep;
 
 use super::texts::Dialect;
-use crate::{TxDatabase, bounded::Boxed, maintenance::jittered};
+use crate::{TxDatabase, bounded::Boxed, maintenance::jittered, transaction::is_conflict};
 
 /// The databases an outbox can be kept in: `sqlx::Postgres` and `sqlx::Sqlite`. Sealed.
 pub trait OutboxDatabase: TxDatabase + sealed::Statements {}
@@ -235,10 +235,8 @@ where
             Ok(done) => return Ok(done),
             Err(error) => error,
         };
-        let code = error.as_database_error().and_then(|error| error.code());
-        let is_conflict = matches!(code.as_deref(), Some("40001" | "40P01"));
         times += 1;
-        if !is_conflict || times == CONFLICTS {
+        if !is_conflict(&error) || times == CONFLICTS {
             return Err(error);
         }
         sleep(jittered(Duration::from_millis(5) * times)).await;
